@@ -1,0 +1,1 @@
+"""Deciding and moving: sequence, planner (pure), executor, cache, worker."""

@@ -1,0 +1,51 @@
+"""Limits and sizes that everything agrees on. Each limit has a test that reaches it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+GIB: Final = 1024 * MIB
+
+# Alignment of headers, sections and slots: what O_DIRECT needs on every device in use.
+ALIGN_BYTES: Final = 4096
+HUGE_PAGE_BYTES: Final = 2 * MIB
+
+# Keys.
+DIGEST_BYTES: Final = 32
+TOKEN_BYTES: Final = 4
+CHUNK_TOKENS_DEFAULT: Final = 256
+CHUNK_TOKENS_MAX: Final = 65_536
+
+# Shard format.
+SHARD_MAGIC: Final = b"KVTS"
+SHARD_FORMAT_VERSION: Final = 1
+SECTION_LAYERS_DEFAULT: Final = 4
+HEADER_BYTES_MAX: Final = 64 * KIB
+SECTIONS_MAX: Final = 512
+SHARD_BYTES_MAX: Final = 4 * GIB
+
+# DRAM arena.
+SLAB_BYTES_DEFAULT: Final = 64 * MIB
+
+# Executor: bounded work in flight; a queue that is full refuses.
+IO_THREADS_DEFAULT: Final = 4
+WRITE_QUEUE_CHUNKS_MAX: Final = 64
+LOAD_CHUNKS_INFLIGHT_MAX: Final = 4
+LATE_JOBS_MAX: Final = 8
+LOAD_DEADLINE_S_DEFAULT: Final = 5.0
+PENDING_DEADLINE_S_DEFAULT: Final = 2.0
+CLOSE_DEADLINE_S_DEFAULT: Final = 10.0
+
+# Disk tier.
+QUARANTINE_FILES_MAX: Final = 16
+HEALTH_BACKOFF_S_MIN: Final = 0.5
+HEALTH_BACKOFF_S_MAX: Final = 30.0
+GROUP_COMMIT_S: Final = 0.2
+
+# Write-back: the dirty share of DRAM above which dirty chunks are written out in the background.
+DIRTY_SHARE_HIGH: Final = 0.5
+
+# At most one log line per message and minute; the rest is counted.
+LOG_INTERVAL_S: Final = 60.0

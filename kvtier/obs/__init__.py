@@ -1,0 +1,1 @@
+"""Seeing: counters, log lines that are limited."""

@@ -1,0 +1,94 @@
+"""What a cache counts: plain numbers, snapshot into frozen values, exported by whoever embeds it.
+
+Counters never decrease. The owner of a ``TierCounters`` is the cache, under its lock.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, field
+
+from kvtier.types import MissReason, Tier
+
+#: Upper bounds of the latency buckets, seconds; one more bucket holds what is slower.
+LATENCY_BOUNDS_S: tuple[float, ...] = (
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+)
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Counts of observations by ``LATENCY_BOUNDS_S``, with their sum."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_S) + 1))
+    total_s: float = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one observation."""
+        self.counts[bisect_left(LATENCY_BOUNDS_S, seconds)] += 1
+        self.total_s += seconds
+
+    def copy(self) -> Histogram:
+        """Return a snapshot that later observations do not change."""
+        return Histogram(list(self.counts), self.total_s)
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """Running counts of one tier."""
+
+    hit_tokens: int = 0
+    miss_tokens: Counter[MissReason] = field(default_factory=Counter)
+    read_bytes: int = 0
+    written_bytes: int = 0
+    read_latency: Histogram = field(default_factory=Histogram)
+    write_latency: Histogram = field(default_factory=Histogram)
+    corrupt_shards: int = 0
+    evicted_chunks: int = 0
+    refused_chunks: Counter[MissReason] = field(default_factory=Counter)
+    io_errors: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """One tier at one instant. ``state`` is ``ok`` or says what is wrong in one word."""
+
+    tier: Tier
+    state: str
+    detail: str
+    capacity_bytes: int
+    used_bytes: int
+    chunks: int
+    pinned_chunks: int
+    quarantined_files: int
+    counters: TierCounters
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """A cache at one instant."""
+
+    tiers: tuple[TierStats, ...]
+    loads_inflight: int
+    stores_inflight: int
+    writes_queued: int
+    late_jobs: int
+
+    @property
+    def degraded(self) -> bool:
+        """True while any tier is not ``ok``."""
+        return any(tier.state != "ok" for tier in self.tiers)

@@ -1,0 +1,1 @@
+"""Eviction policies: pure bookkeeping, one file each."""

@@ -1,0 +1,1 @@
+"""Capacity-bounded levels: index, policy and medium."""

@@ -1,0 +1,1 @@
+"""The disk tier: bounded, crash-safe, verified on every read."""
