@@ -195,12 +195,13 @@ class Slot:
 class Blocks:
     """Engine blocks that cover tokens from ``start_token`` on, one tuple of ids per KV group.
 
-    ``start_token`` is a multiple of the pool's block size. The engine keeps these blocks alive and
+    A block holds ``block_tokens`` tokens and ``start_token`` is a multiple of that. The engine keeps these blocks alive and
     unchanged until every plan made from them has been answered.
     """
 
     start_token: int
     block_ids: tuple[tuple[int, ...], ...]
+    block_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
