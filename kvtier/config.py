@@ -1,0 +1,240 @@
+"""Settings as frozen values: parsed once, checked at construction, unknown names refused."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from enum import StrEnum
+from types import NoneType, UnionType
+from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
+from urllib.parse import parse_qsl, urlsplit
+
+from kvtier.constants import (
+    ALIGN_BYTES,
+    GIB,
+    KIB,
+    LOAD_DEADLINE_S_DEFAULT,
+    MIB,
+    PENDING_DEADLINE_S_DEFAULT,
+    SLAB_BYTES_DEFAULT,
+)
+from kvtier.errors import ConfigError, nearest
+from kvtier.types import Placement
+
+_UNITS: Final = {"": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": KIB * GIB}
+_SIZE: Final = re.compile(r"([0-9]+) ?([A-Za-z]*)")
+_SIZE_ALLOWED: Final = "a whole number of bytes, KiB, MiB, GiB or TiB, as in 123, 512MiB, '10 GiB'"
+
+ConfigT = TypeVar("ConfigT")
+
+
+class Durability(StrEnum):
+    """When a chunk on disk survives a power failure.
+
+    ``none``: when the system writes it; checksums find what was torn. ``batch``: within a group
+    commit. ``each``: before the write is reported as done.
+    """
+
+    NONE = "none"
+    BATCH = "batch"
+    EACH = "each"
+
+
+class WriteMode(StrEnum):
+    """``through`` writes to disk when a chunk is stored, ``back`` when DRAM runs short."""
+
+    THROUGH = "through"
+    BACK = "back"
+
+
+@dataclass(frozen=True, slots=True)
+class DiskConfig:
+    """The disk tier: a directory of its own and the most bytes it may take there."""
+
+    path: str
+    capacity_bytes: int = 10 * GIB
+    durability: Durability = Durability.NONE
+    mode: WriteMode = WriteMode.THROUGH
+
+    def __post_init__(self) -> None:
+        """Raise ``ConfigError`` for a field that cannot be."""
+        _require(bool(self.path), "disk.path", self.path, "a directory")
+        _require(
+            self.capacity_bytes >= ALIGN_BYTES,
+            "disk.capacity_bytes",
+            self.capacity_bytes,
+            f"at least {ALIGN_BYTES}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """A cache: its tiers, their policy, the codec, and which workers hold the pool.
+
+    ``dram_bytes`` and ``disk.capacity_bytes`` bound the whole cache, whatever the number of
+    workers. ``shared`` maps the arena so that workers in other processes reach it. A load is cut
+    off after ``load_deadline_s``; a lookup waits at most ``pending_deadline_s`` for a slow tier.
+    """
+
+    dram_bytes: int
+    disk: DiskConfig | None = None
+    codec: str = "raw"
+    policy: str = "lru"
+    slab_bytes: int = SLAB_BYTES_DEFAULT
+    workers: tuple[Placement, ...] = (Placement(),)
+    shared: bool = False
+    load_deadline_s: float = LOAD_DEADLINE_S_DEFAULT
+    pending_deadline_s: float = PENDING_DEADLINE_S_DEFAULT
+
+    def __post_init__(self) -> None:
+        """Raise ``ConfigError`` for a field that cannot be or that contradicts another."""
+        _require(bool(self.codec), "codec", self.codec, "a codec's name")
+        _require(bool(self.policy), "policy", self.policy, "a policy's name")
+        _require(
+            self.slab_bytes > 0 and self.slab_bytes % ALIGN_BYTES == 0,
+            "slab_bytes",
+            self.slab_bytes,
+            f"a positive multiple of {ALIGN_BYTES}",
+        )
+        why = "; the disk tier reads and writes through DRAM" if self.disk else ""
+        _require(
+            self.dram_bytes >= self.slab_bytes,
+            "dram_bytes",
+            self.dram_bytes,
+            f"at least one slab ({format_size(self.slab_bytes)}){why}",
+        )
+        for name in ("load_deadline_s", "pending_deadline_s"):
+            seconds = getattr(self, name)
+            _require(math.isfinite(seconds) and seconds > 0, name, seconds, "more than 0")
+        _check_workers(self.workers)
+
+
+def parse_size(text: str | int) -> int:
+    """Return bytes: ``512MiB``, ``10 KiB``, ``123``. Binary units only, no fractions.
+
+    >>> parse_size("1GiB")
+    1073741824
+    """
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        return text
+    match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
+    if match is None or match[2] not in _UNITS:
+        hint = nearest(match[2], _UNITS) if match else ""
+        raise ConfigError(f"not a size: {text!r}{hint}; allowed: {_SIZE_ALLOWED}")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def format_size(nbytes: int) -> str:
+    """Return a size to read, in the largest unit it fills: ``1.5 GiB``, ``100 B``.
+
+    >>> format_size(1536)
+    '1.5 KiB'
+    """
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if nbytes >= _UNITS[unit]:
+            return f"{round(nbytes / _UNITS[unit], 1):g} {unit}"
+    return f"{nbytes} B"
+
+
+def from_table(config: type[ConfigT], table: Mapping[str, Any], where: str = "") -> ConfigT:
+    """Build a config dataclass from a table as TOML or JSON give it.
+
+    Sizes (fields named ``*_bytes``) may be texts, enums are given by value, nested configs are
+    tables. Raises ``ConfigError`` that names the field, for an unknown name with the nearest one.
+    """
+    assert is_dataclass(config), f"{config} is no dataclass"
+    hints = get_type_hints(config)
+    names = [field.name for field in fields(config)]
+    reject_unknown(table, names, where or "the configuration")
+    prefix = f"{where}." if where else ""
+    values = {name: _convert(hints[name], prefix + name, table[name]) for name in table}
+    try:
+        return config(**values)
+    except TypeError as error:
+        raise ConfigError(f"{where or 'the configuration'}: {error}") from error
+
+
+def url_options(url: str, allowed: Iterable[str]) -> dict[str, str]:
+    """Return the options behind a URL's ``?``. An unknown or repeated one is a ``ConfigError``."""
+    parts = urlsplit(url)
+    pairs = parse_qsl(parts.query, keep_blank_values=True)
+    options = dict(pairs)
+    reject_unknown(options, allowed, f"a {parts.scheme}:// URL")
+    if len(options) < len(pairs):
+        raise ConfigError(f"an option of a {parts.scheme}:// URL is given twice")
+    return options
+
+
+def reject_unknown(names: Iterable[str], allowed: Iterable[str], where: str) -> None:
+    """Raise ``ConfigError`` for the first name that is not allowed, with the nearest that is."""
+    known = list(allowed)
+    for name in names:
+        if name not in known:
+            listed = ", ".join(sorted(known)) or "none"
+            hint = nearest(name, known)
+            raise ConfigError(f"{where} has no {name!r}{hint}; allowed: {listed}")
+
+
+def _require(condition: bool, name: str, value: object, allowed: str) -> None:  # noqa: FBT001
+    if not condition:
+        raise ConfigError(f"{name} = {value!r}: allowed is {allowed}")
+
+
+def _check_workers(workers: tuple[Placement, ...]) -> None:
+    _require(bool(workers), "workers", workers, "one placement or more")
+    _require(
+        len({place.worker for place in workers}) == len(workers),
+        "workers",
+        [place.worker for place in workers],
+        "a number for each worker that no other has",
+    )
+    _require(
+        len({(place.tp_rank, place.stage) for place in workers}) == len(workers),
+        "workers",
+        [(place.tp_rank, place.stage) for place in workers],
+        "one worker for each rank and stage",
+    )
+    _require(
+        len({place.tp_size for place in workers}) == 1,
+        "workers.tp_size",
+        [place.tp_size for place in workers],
+        "one size for all workers",
+    )
+    for place in workers:
+        ranks = f"0 .. {place.tp_size - 1}"
+        _require(0 <= place.tp_rank < place.tp_size, "workers.tp_rank", place.tp_rank, ranks)
+        _require(place.stage >= 0, "workers.stage", place.stage, "0 or more")
+
+
+def _convert(hint: Any, name: str, value: Any) -> Any:
+    """Turn a table's value into what the field holds, or raise ``ConfigError``."""
+    if isinstance(hint, UnionType):
+        (hint,) = (arm for arm in get_args(hint) if arm is not NoneType)
+    if get_origin(hint) is tuple:
+        _require(isinstance(value, list | tuple), name, value, "a list")
+        return tuple(_convert(get_args(hint)[0], name, item) for item in value)
+    if is_dataclass(hint):
+        if isinstance(value, hint):
+            return value
+        _require(isinstance(value, Mapping), name, value, "a table")
+        return from_table(hint, value, name)
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        known = [member.value for member in hint]
+        near = nearest(value, known) if isinstance(value, str) else ""
+        _require(value in known, name, value, ", ".join(known) + near)
+        return hint(value)
+    if name.endswith("_bytes"):
+        return _named(parse_size, name, value)
+    if hint is float and type(value) is int:
+        return float(value)
+    _require(type(value) is hint, name, value, f"a {hint.__name__}")
+    return value
+
+
+def _named(parse: Callable[[Any], int], name: str, value: Any) -> int:
+    try:
+        return parse(value)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error

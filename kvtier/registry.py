@@ -1,0 +1,100 @@
+"""Names to objects: policies, codecs, connectors and commands, found through entry points.
+
+Built-ins use the same door as third parties: an entry point in a distribution's metadata. Nothing
+is imported before it is asked for.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+from importlib.metadata import Distribution, EntryPoint, distribution, entry_points
+from typing import Any, Final
+
+from kvtier.errors import MissingExtraError, RegistryError, nearest
+from kvtier.interfaces import Connector
+
+_EXTRA_REQUIREMENT: Final = re.compile(
+    r"""(?P<module>[\w.-]+).*;.*extra\s*==\s*["'](?P<extra>[\w.-]+)["']"""
+)
+
+
+class Registry:
+    """The entry points of one group. Reads the installed metadata once, at first use."""
+
+    def __init__(self, group: str, kind: str) -> None:
+        """``kind`` is the word for messages: "codec", "policy"."""
+        self._group = group
+        self._kind = kind
+
+    def names(self) -> list[str]:
+        """Return what may be loaded, sorted."""
+        return sorted(self._points)
+
+    def load(self, name: str) -> Any:
+        """Import and return what stands behind ``name``.
+
+        Raises ``RegistryError`` for an unknown name or one that two distributions claim, and
+        ``MissingExtraError`` where an optional dependency is not installed.
+        """
+        points = self._points.get(name)
+        if points is None:
+            known = ", ".join(self.names()) or "none is installed"
+            hint = nearest(name, self._points)
+            raise RegistryError(f"no {self._kind} {name!r}{hint}; known: {known}")
+        if len(points) > 1:
+            claims = ", ".join(sorted(point.value for point in points))
+            raise RegistryError(f"{self._kind} {name!r} is claimed more than once: {claims}")
+        try:
+            return points[0].load()
+        except ImportError as error:
+            raise import_problem(error, f"{self._kind} {name!r}", points[0].dist) from error
+        except AttributeError as error:
+            raise RegistryError(f"{self._kind} {name!r}: {error}") from error
+
+    @cached_property
+    def _points(self) -> dict[str, list[EntryPoint]]:
+        found: dict[str, list[EntryPoint]] = {}
+        for point in entry_points(group=self._group):
+            if all(point.value != other.value for other in found.get(point.name, [])):
+                found.setdefault(point.name, []).append(point)
+        return found
+
+
+def import_problem(
+    error: ImportError, what: str, source: Distribution | None = None
+) -> MissingExtraError | RegistryError:
+    """Return the error to raise when ``what`` could not be imported.
+
+    A module that one of the extras of ``source`` (KVTier itself unless given) brings gives a
+    ``MissingExtraError`` with the install command; any other is a ``RegistryError``.
+    """
+    source = source or distribution("kvtier")
+    module = (error.name or "").partition(".")[0].lower().replace("_", "-")
+    for requirement in source.requires or []:
+        match = _EXTRA_REQUIREMENT.match(requirement)
+        if match and match["module"].lower().replace("_", "-") == module:
+            command = f'pip install "{source.name}[{match["extra"]}]"'
+            return MissingExtraError(f"{what} needs {error.name}: {command}")
+    return RegistryError(f"{what} cannot be imported: {error}")
+
+
+policies: Final = Registry("kvtier.policies", "policy")
+codecs: Final = Registry("kvtier.codecs", "codec")
+connectors: Final = Registry("kvtier.connectors", "connector")
+commands: Final = Registry("kvtier.commands", "command")
+
+
+def connect(url: str) -> Connector:
+    """Open the connector that the URL's scheme names: ``memory://name``, ``redis://host``.
+
+    The class behind the scheme reads the rest through its ``from_url(url)``, which raises
+    ``ConfigError`` for an option that it does not know. Does not wait for the medium: a store
+    that is down is an outcome of the first batch. The message of an error never holds the URL,
+    which may carry a password.
+    """
+    scheme, separator, _ = url.partition("://")
+    if not separator:
+        raise RegistryError("a connector's URL starts with its scheme, as in memory://name")
+    connector: Connector = connectors.load(scheme).from_url(url)
+    return connector
