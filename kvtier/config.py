@@ -215,7 +215,7 @@ def _convert(hint: Any, name: str, value: Any) -> Any:
     if get_origin(hint) is tuple:
         _require(isinstance(value, list | tuple), name, value, "a list")
         return tuple(_convert(get_args(hint)[0], name, item) for item in value)
-    if is_dataclass(hint):
+    if isinstance(hint, type) and is_dataclass(hint):
         if isinstance(value, hint):
             return value
         _require(isinstance(value, Mapping), name, value, "a table")
