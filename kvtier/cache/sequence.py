@@ -1,0 +1,83 @@
+"""A request's tokens, hashed as they come."""
+
+from __future__ import annotations
+
+import collections.abc
+
+from kvtier.constants import DIGEST_BYTES, TOKEN_BYTES
+from kvtier.errors import ConfigError
+from kvtier.keys import encode_tokens, extend_chain
+from kvtier.types import ChunkKey, Features, Namespace
+
+_FEATURES_DEFAULT = Features()
+
+
+class Sequence:
+    """The chunk keys of a growing token sequence; appending costs O(new tokens).
+
+    Holds keys and at most one unfinished chunk's tokens. Not thread-safe: one owner.
+    """
+
+    def __init__(
+        self, namespace: Namespace, root: bytes, *, features: Features = _FEATURES_DEFAULT
+    ) -> None:
+        """Start an empty sequence. ``root`` is the namespace's digest at its current epoch."""
+        if len(root) != DIGEST_BYTES:
+            raise ConfigError(f"root has {len(root)} bytes; a namespace digest has {DIGEST_BYTES}")
+        self._namespace = namespace
+        self._root = root
+        self._features = features
+        self._chunk_bytes = namespace.layout.chunk_tokens * TOKEN_BYTES
+        self._chunk_keys: list[ChunkKey] = []
+        self._unfinished = b""
+
+    @property
+    def namespace(self) -> Namespace:
+        """What makes this sequence's KV incompatible with others."""
+        return self._namespace
+
+    @property
+    def root(self) -> bytes:
+        """The digest that the first chunk's key is chained to."""
+        return self._root
+
+    @property
+    def features(self) -> Features:
+        """What the caller knows of the session, for policies."""
+        return self._features
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a complete chunk."""
+        return self._namespace.layout.chunk_tokens
+
+    @property
+    def token_count(self) -> int:
+        """Tokens appended so far."""
+        return len(self._chunk_keys) * self.chunk_tokens + len(self._unfinished) // TOKEN_BYTES
+
+    @property
+    def chunk_keys(self) -> list[ChunkKey]:
+        """Keys of the complete chunks: the sequence's own list, which callers do not change."""
+        return self._chunk_keys
+
+    def append(self, tokens: collections.abc.Sequence[int]) -> None:
+        """Add tokens at the end and key every chunk that they complete.
+
+        Raises ``LayoutError`` for a token outside 0 .. 2**31 - 1, and then has added none.
+        """
+        data = memoryview(self._unfinished + encode_tokens(tokens))
+        parent: bytes = self._chunk_keys[-1] if self._chunk_keys else self._root
+        complete = len(data) - len(data) % self._chunk_bytes
+        for start in range(0, complete, self._chunk_bytes):
+            parent = extend_chain(parent, data[start : start + self._chunk_bytes])
+            self._chunk_keys.append(ChunkKey(parent))
+        self._unfinished = bytes(data[complete:])
+
+    def entry_parent(self, index: int) -> ChunkKey | None:
+        """Return the key of the chunk before chunk ``index``; None for the first one.
+
+        ``index`` may be that of the unfinished chunk, whose tail would follow the last key.
+        """
+        assert 0 <= index <= len(self._chunk_keys), f"chunk {index} of {len(self._chunk_keys)}"
+        return self._chunk_keys[index - 1] if index else None

@@ -1,0 +1,410 @@
+"""The shard format, one for every medium: a self-describing header, then 4096-aligned sections.
+
+::
+
+    header     header_bytes = n * 4096
+      0        magic "KVTS"
+      4        format version         uint32, little-endian like the other three
+      8        header_bytes           uint32
+      12       body_bytes             uint32
+      16       body                   msgpack map, see ``docs/reference/shard-format.md``
+      ...      zero padding
+      -8       xxh3-64 of everything before it, uint64
+    section 0  at header_bytes, zero-padded to 4096
+    section 1  ...
+
+A header has exactly one byte form: what is read must equal what this module would have written.
+xxh3 finds accidents, not forgers.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
+import xxhash
+
+from kvtier.constants import (
+    ALIGN_BYTES,
+    DIGEST_BYTES,
+    HEADER_BYTES_MAX,
+    SECTIONS_MAX,
+    SHARD_BYTES_MAX,
+    SHARD_FORMAT_VERSION,
+    SHARD_MAGIC,
+)
+from kvtier.errors import ChecksumError, FormatError, IdentityError, LayoutError
+from kvtier.layout import INDEX_MAX, check_integer, validate_shard_layout
+from kvtier.types import ChunkKey, ShardId, ShardLayout
+
+CHECKSUM_BYTES = 16
+#: Largest msgpack form of ``codec_params``, and longest text in it.
+CODEC_PARAMS_BYTES_MAX = 1024
+CODEC_PARAM_TEXT_BYTES_MAX = 256
+POSITION_MAX = 2**32 - 1
+
+_PREFIX = struct.Struct("<4sIII")
+_HEADER_CHECKSUM = struct.Struct("<Q")
+# Room for everything but the sections, and for one section: offset, size and checksum in msgpack.
+_HEADER_FIXED_BYTES = 2048
+_HEADER_SECTION_BYTES = 32
+# Of codecs and of their parameters.
+_NAME = re.compile(r"[a-z0-9][a-z0-9._+-]{0,63}")
+_LAYOUT_FIELDS = tuple(field.name for field in fields(ShardLayout))
+
+
+@dataclass(frozen=True, slots=True)
+class ShardGeometry:
+    """Where a shard's parts lie. ``section_bytes`` are unpadded; ``shard_bytes`` is the whole."""
+
+    header_bytes: int
+    section_offsets: tuple[int, ...]
+    section_bytes: tuple[int, ...]
+    shard_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardDescription:
+    """What is known of a shard before its bytes are summed.
+
+    ``position`` is the chunk's index in its sequence and ``parent`` the key of the chunk before
+    it, None exactly at position 0. ``namespace`` is the namespace digest, epoch included.
+    ``token_count`` is ``layout.tokens``, or less for a tail. ``section_bytes`` are unpadded.
+    """
+
+    chunk: ChunkKey
+    shard: ShardId
+    parent: ChunkKey | None
+    position: int
+    namespace: bytes
+    codec: str
+    codec_params: dict[str, str | int | float | bool]
+    layout: ShardLayout
+    token_count: int
+    has_sinks: bool
+    section_bytes: tuple[int, ...]
+
+
+# The fields of a header's body: its sections are one list.
+_BODY_FIELDS = {field.name for field in fields(ShardDescription)} - {"section_bytes"} | {"sections"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardHeader(ShardDescription):
+    """A validated header. Offsets count from the start of the shard."""
+
+    section_offsets: tuple[int, ...]
+    section_checksums: tuple[bytes, ...]
+
+
+def shard_geometry(section_bytes: Sequence[int]) -> ShardGeometry:
+    """Lay out a shard whose sections have these unpadded sizes.
+
+    ``header_bytes`` depends on the number of sections only. Raises ``LayoutError`` beyond
+    ``SECTIONS_MAX`` sections or ``SHARD_BYTES_MAX`` bytes.
+    """
+    count = check_integer("the number of sections", len(section_bytes), 1, SECTIONS_MAX)
+    header_bytes = _align(_HEADER_FIXED_BYTES + count * _HEADER_SECTION_BYTES)
+    offsets: list[int] = []
+    offset = header_bytes
+    for index, nbytes in enumerate(section_bytes):
+        check_integer(f"section_bytes[{index}]", nbytes, 1, SHARD_BYTES_MAX - offset)
+        offsets.append(offset)
+        offset = _align(offset + nbytes)
+        check_integer("shard_bytes", offset, 1, SHARD_BYTES_MAX)
+    return ShardGeometry(header_bytes, tuple(offsets), tuple(section_bytes), offset)
+
+
+def checksum(data: memoryview) -> bytes:
+    """Return the xxh3-128 of contiguous bytes, big-endian. Releases the GIL."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def seal(slot: memoryview, description: ShardDescription) -> ShardHeader:
+    """Make a slot whose sections are packed ready to leave memory, and return its header.
+
+    Sums every section in place, zeroes the padding and writes the header in front. The caller
+    owns ``slot``, writable bytes of exactly ``shard_bytes``, and keeps everyone else from writing
+    to it meanwhile. Blocks for the time of one read of the slot, with the GIL released.
+
+    Raises ``FormatError`` for a description that no header can hold or for a slot of another size.
+    """
+    geometry = _check_description(description)
+    data = slot.cast("B")
+    if len(data) != geometry.shard_bytes:
+        raise FormatError(f"the slot has {len(data)} bytes; the shard has {geometry.shard_bytes}")
+    checksums: list[bytes] = []
+    ends = (*geometry.section_offsets[1:], geometry.shard_bytes)
+    for start, nbytes, end in zip(
+        geometry.section_offsets, geometry.section_bytes, ends, strict=True
+    ):
+        checksums.append(checksum(data[start : start + nbytes]))
+        data[start + nbytes : end] = bytes(end - start - nbytes)
+    known = {field.name: getattr(description, field.name) for field in fields(ShardDescription)}
+    header = ShardHeader(
+        **known,
+        section_offsets=geometry.section_offsets,
+        section_checksums=tuple(checksums),
+    )
+    data[: geometry.header_bytes] = _encode(header, geometry.header_bytes)
+    return header
+
+
+def header_length(data: memoryview) -> int:
+    """Return the length of the header that ``data`` begins with: whole pages, bounded.
+
+    Needs the first 16 bytes. Raises ``FormatError`` for anything that is not a header of this
+    format version.
+    """
+    return _read_prefix(data)[0]
+
+
+def parse_header(data: memoryview) -> ShardHeader:
+    """Read and validate a header; ``data`` begins with it and may go on.
+
+    Every field is checked before it is used, so nothing of the size of a number in ``data`` is
+    allocated. Raises ``FormatError``, and nothing else, for bytes that are not a whole and sound
+    header of this format version; callers that hold less than ``header_length`` read the rest.
+    """
+    data = data.cast("B")
+    header_bytes, body_bytes = _read_prefix(data)
+    if len(data) < header_bytes:
+        raise FormatError(f"header: {len(data)} bytes of {header_bytes}")
+    # A copy, at most HEADER_BYTES_MAX: nothing may change between a check and its use.
+    page = bytes(data[:header_bytes])
+    sum_offset = header_bytes - _HEADER_CHECKSUM.size
+    (stored,) = _HEADER_CHECKSUM.unpack_from(page, sum_offset)
+    if xxhash.xxh3_64_intdigest(page[:sum_offset]) != stored:
+        raise FormatError("header: checksum differs")
+    header = _decode(page[_PREFIX.size : _PREFIX.size + body_bytes])
+    geometry = _check_description(header)
+    if geometry.section_offsets != header.section_offsets:
+        raise FormatError("header: sections: offsets do not follow from the sizes")
+    if geometry.header_bytes != header_bytes or _encode(header, header_bytes) != page:
+        raise FormatError("header: not the canonical form")
+    return header
+
+
+def check_identity(
+    header: ShardHeader,
+    *,
+    chunk: ChunkKey,
+    shard: ShardId,
+    namespace: bytes,
+    layout: ShardLayout,
+    codec: str,
+) -> None:
+    """Raise ``IdentityError`` that names the first field in which a sound shard is another one."""
+    expected = {
+        "chunk": chunk,
+        "shard": shard,
+        "namespace": namespace,
+        "layout": layout,
+        "codec": codec,
+    }
+    for name, value in expected.items():
+        found = getattr(header, name)
+        if found != value:
+            raise IdentityError(f"{name} is {_shown(found)}, not {_shown(value)}")
+
+
+def verify_section(slot: memoryview, header: ShardHeader, section: int) -> None:
+    """Raise ``ChecksumError`` unless a section's bytes in ``slot`` are those that were sealed.
+
+    ``slot`` begins with the shard's header; the padding between sections is not looked at.
+    Blocks for the time of one read of the section, with the GIL released.
+    """
+    start = header.section_offsets[section]
+    data = slot.cast("B")[start : start + header.section_bytes[section]]
+    if len(data) != header.section_bytes[section]:
+        raise ChecksumError(
+            f"section {section} has {len(data)} of {header.section_bytes[section]} bytes"
+        )
+    if checksum(data) != header.section_checksums[section]:
+        raise ChecksumError(f"section {section} differs from its checksum")
+
+
+def _align(nbytes: int) -> int:
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _shown(value: object) -> str:
+    return value.hex() if isinstance(value, bytes) else repr(value)
+
+
+def _read_prefix(data: memoryview) -> tuple[int, int]:
+    """Return ``header_bytes`` and ``body_bytes``, both within bounds."""
+    data = data.cast("B")
+    if len(data) < _PREFIX.size:
+        raise FormatError(f"header: {len(data)} bytes are fewer than the first {_PREFIX.size}")
+    magic, version, header_bytes, body_bytes = _PREFIX.unpack_from(data)
+    if magic != SHARD_MAGIC:
+        raise FormatError(f"header: magic is {magic!r}, not {SHARD_MAGIC!r}")
+    if version != SHARD_FORMAT_VERSION:
+        raise FormatError(
+            f"header: format version is {version}; this build reads {SHARD_FORMAT_VERSION}"
+        )
+    if header_bytes % ALIGN_BYTES or not ALIGN_BYTES <= header_bytes <= HEADER_BYTES_MAX:
+        raise FormatError(
+            f"header: header_bytes is {header_bytes}; allowed are multiples of {ALIGN_BYTES} "
+            f"up to {HEADER_BYTES_MAX}"
+        )
+    if body_bytes > header_bytes - _PREFIX.size - _HEADER_CHECKSUM.size:
+        raise FormatError(f"header: body_bytes is {body_bytes}, beyond the header's end")
+    return header_bytes, body_bytes
+
+
+def _encode(header: ShardHeader, header_bytes: int) -> bytes:
+    """Return a header whose fields have been checked, padded and with its own checksum."""
+    body = msgpack.packb(
+        {
+            "chunk": header.chunk,
+            "shard": list(header.shard),
+            "parent": header.parent,
+            "position": header.position,
+            "namespace": header.namespace,
+            "codec": header.codec,
+            "codec_params": dict(sorted(header.codec_params.items())),
+            "layout": {name: getattr(header.layout, name) for name in _LAYOUT_FIELDS},
+            "token_count": header.token_count,
+            "has_sinks": header.has_sinks,
+            "sections": list(
+                zip(
+                    header.section_offsets,
+                    header.section_bytes,
+                    header.section_checksums,
+                    strict=True,
+                )
+            ),
+        }
+    )
+    room = header_bytes - _PREFIX.size - _HEADER_CHECKSUM.size
+    assert len(body) <= room, f"a header body of {len(body)} bytes exceeds its bound {room}"
+    prefix = _PREFIX.pack(SHARD_MAGIC, SHARD_FORMAT_VERSION, header_bytes, len(body))
+    summed = prefix + body + bytes(room - len(body))
+    return summed + _HEADER_CHECKSUM.pack(xxhash.xxh3_64_intdigest(summed))
+
+
+def _decode(body: bytes) -> ShardHeader:
+    """Return the header that a msgpack body spells, its structure checked, its values not yet."""
+    try:
+        decoded = msgpack.unpackb(
+            body,
+            strict_map_key=True,
+            max_str_len=CODEC_PARAM_TEXT_BYTES_MAX,
+            max_bin_len=DIGEST_BYTES,
+            max_array_len=SECTIONS_MAX,
+            max_map_len=CODEC_PARAMS_BYTES_MAX,
+            max_ext_len=0,
+        )
+    except (ValueError, msgpack.UnpackException) as error:
+        raise FormatError(f"header: not the msgpack of a header: {error}") from error
+    wire = _checked_map("header", decoded, _BODY_FIELDS)
+    layout = _checked_map("layout", wire.pop("layout"), _LAYOUT_FIELDS)
+    shard = _checked_list("shard", wire.pop("shard"), 3)
+    sections = wire.pop("sections")
+    if not isinstance(sections, list):
+        raise FormatError("header: sections is not a list")
+    triples = [_checked_list("a section", section, 3) for section in sections]
+    for _, _, digest in triples:
+        _check_bytes("a section's checksum", digest, CHECKSUM_BYTES)
+    return ShardHeader(
+        **wire,
+        layout=ShardLayout(**layout),
+        shard=ShardId(*shard),
+        section_offsets=tuple(offset for offset, _, _ in triples),
+        section_bytes=tuple(nbytes for _, nbytes, _ in triples),
+        section_checksums=tuple(digest for _, _, digest in triples),
+    )
+
+
+def _checked_map(name: str, value: Any, names: Iterable[str]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise FormatError(f"header: {name} is not a map")
+    differing = sorted(value.keys() ^ set(names), key=repr)
+    if differing:
+        raise FormatError(f"header: {name} has missing or unknown fields: {differing}")
+    return value
+
+
+def _checked_list(name: str, value: Any, length: int) -> list[Any]:
+    if not isinstance(value, list) or len(value) != length:
+        raise FormatError(f"header: {name} is not a list of {length}")
+    return value
+
+
+def _check_bytes(name: str, value: object, length: int) -> None:
+    if not isinstance(value, bytes) or len(value) != length:
+        raise FormatError(f"header: {name} is not {length} bytes")
+
+
+def _check_description(description: ShardDescription) -> ShardGeometry:
+    """Check every field's type, bound and fit with the others; return what follows from them."""
+    _check_bytes("chunk", description.chunk, DIGEST_BYTES)
+    _check_bytes("namespace", description.namespace, DIGEST_BYTES)
+    if not _is_name(description.codec):
+        raise FormatError(f"header: codec is {description.codec!r}, not the name of a codec")
+    _check_codec_params(description.codec_params)
+    try:
+        check_integer("position", description.position, 0, POSITION_MAX)
+        for name, value in zip(ShardId._fields, description.shard, strict=True):
+            check_integer(name, value, 0, INDEX_MAX)
+        validate_shard_layout(description.layout)
+        check_integer("token_count", description.token_count, 1, description.layout.tokens)
+        sections = description.layout.sections
+        check_integer("the number of sections", len(description.section_bytes), sections, sections)
+        geometry = shard_geometry(description.section_bytes)
+    except LayoutError as error:
+        raise FormatError(f"header: {error}") from error
+    if description.position == 0 and description.parent is not None:
+        raise FormatError("header: position is 0, but there is a parent")
+    if description.position > 0:
+        _check_bytes("parent", description.parent, DIGEST_BYTES)
+    if not isinstance(description.has_sinks, bool):
+        raise FormatError(f"header: has_sinks is {description.has_sinks!r}, not a boolean")
+    if description.has_sinks and description.position > 0:
+        raise FormatError("header: has_sinks is set, but sinks lie at position 0 only")
+    return geometry
+
+
+def _check_codec_params(params: object) -> None:
+    if not isinstance(params, dict):
+        raise FormatError("header: codec_params is not a map")
+    for name, value in params.items():
+        if not _is_name(name):
+            raise FormatError(f"header: codec_params holds {name!r}, not a parameter's name")
+        if not _is_param(value):
+            raise FormatError(
+                f"header: codec_params[{name!r}] is {value!r}; allowed are booleans, 64-bit "
+                f"integers, finite floats and text up to {CODEC_PARAM_TEXT_BYTES_MAX} bytes"
+            )
+    nbytes = len(msgpack.packb(params))
+    if nbytes > CODEC_PARAMS_BYTES_MAX:
+        raise FormatError(
+            f"header: codec_params take {nbytes} bytes; allowed are {CODEC_PARAMS_BYTES_MAX}"
+        )
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and _NAME.fullmatch(value) is not None
+
+
+def _is_param(value: object) -> bool:
+    match value:
+        case bool():
+            return True
+        case int():
+            return -(2**63) <= value < 2**63
+        case float():
+            return math.isfinite(value)
+        case str():
+            try:
+                return len(value.encode()) <= CODEC_PARAM_TEXT_BYTES_MAX
+            except UnicodeEncodeError:
+                return False
+    return False
