@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +11,7 @@ from kvtier.codecs.sections import section_offset
 from kvtier.errors import LayoutError
 from kvtier.interfaces import PagedPool
 from kvtier.registry import import_problem
-from kvtier.types import DTYPE_BYTES, Move, Part, ShardLayout
+from kvtier.types import Move, Part, ShardLayout
 
 if TYPE_CHECKING:
     from kvtier_kernels.raw import LayerViews, Span
@@ -40,37 +42,29 @@ class RawCodec:
         """
         raw = _kernel()
         span = _span(raw, move)
-        for section, planes in self._sections(move, payload):
-            layers = _layers(pool, move, section)
-            try:
+        for planes, layers in self._sections(pool, move, payload):
+            with _mismatch_as_layout_error(move):
                 raw.pack(layers, span, planes, pool.stream)
-            except ValueError as error:
-                raise _layout_error(move, section, error) from error
 
     def unpack(self, payload: memoryview, pool: PagedPool, move: Move) -> None:
         """Write the move's rows from ``payload`` into the pool's blocks; else as ``pack``."""
         raw = _kernel()
         span = _span(raw, move)
-        for section, planes in self._sections(move, payload):
-            layers = _layers(pool, move, section)
-            try:
+        for planes, layers in self._sections(pool, move, payload):
+            with _mismatch_as_layout_error(move):
                 raw.unpack(planes, layers, span, pool.stream)
-            except ValueError as error:
-                raise _layout_error(move, section, error) from error
 
-    def _sections(self, move: Move, payload: memoryview) -> list[tuple[int, memoryview]]:
-        """The move's sections, each with its part of the payload."""
+    def _sections(
+        self, pool: PagedPool, move: Move, payload: memoryview
+    ) -> Iterator[tuple[memoryview, list[LayerViews]]]:
+        """The move's sections: each one's bytes of the payload and its layers in the pool."""
         stop = move.first_section + move.section_count
         if not (0 <= move.first_section < stop <= move.layout.sections):
             raise LayoutError(f"the shard has {move.layout.sections} sections: {move}")
-        found = []
         for section in range(move.first_section, stop):
             start = section_offset(self, move.layout, section)
             end = start + self.section_bytes(move.layout, section)
-            if end > payload.nbytes:
-                raise LayoutError(f"a payload of {payload.nbytes} bytes ends before {end}: {move}")
-            found.append((section, payload[start:end]))
-        return found
+            yield payload[start:end], _layers(pool, move, section)
 
 
 def _kernel() -> ModuleType:
@@ -108,9 +102,10 @@ def _layers(pool: PagedPool, move: Move, section: int) -> list[LayerViews]:
 
 def _view(pool: PagedPool, move: Move, layer: int, part: Part) -> Any:
     import torch
+    from torch.utils.dlpack import from_dlpack
 
     view = pool.layer_view(move.shard.group, layer, part)
-    tensor = view if isinstance(view, torch.Tensor) else torch.from_dlpack(view)
+    tensor = view if isinstance(view, torch.Tensor) else from_dlpack(view)
     dim = move.layout.k_dim if part is Part.K else move.layout.v_dim
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype != move.layout.dtype or tensor.shape[-1] != dim:
@@ -121,5 +116,10 @@ def _view(pool: PagedPool, move: Move, layer: int, part: Part) -> Any:
     return tensor
 
 
-def _layout_error(move: Move, section: int, error: ValueError) -> LayoutError:
-    return LayoutError(f"shard {tuple(move.shard)}, section {section}: {error}")
+@contextmanager
+def _mismatch_as_layout_error(move: Move) -> Iterator[None]:
+    """The kernel knows no error of ours: it raises ``ValueError`` for what does not fit."""
+    try:
+        yield
+    except ValueError as error:
+        raise LayoutError(f"shard {tuple(move.shard)}: {error}") from error
