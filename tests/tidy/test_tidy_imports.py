@@ -1,0 +1,59 @@
+"""The core is light: what it does not need is neither loaded nor missed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.tidy.sources import load_sources
+
+#: What an extra brings. Importing any part of the core must work without them.
+EXTRAS = (
+    "torch",
+    "numpy",
+    "triton",
+    "fastapi",
+    "uvicorn",
+    "starlette",
+    "prometheus_client",
+    "redis",
+    "boto3",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "gguf",
+    "jinja2",
+    "zstandard",
+)
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def core_modules() -> list[str]:
+    modules = [source.module for source in load_sources() if source.path.startswith("kvtier/")]
+    return [name for name in modules if name and not name.startswith("kvtier.testing")]
+
+
+def test_importing_kvtier_loads_no_extra() -> None:
+    code = f"import sys, kvtier; print([name for name in {EXTRAS} if name in sys.modules])"
+    assert run_python(code) == "[]"
+
+
+def test_every_core_module_imports_without_extras() -> None:
+    modules = core_modules()
+    assert "kvtier.types" in modules
+    code = (
+        f"import sys, importlib\nfor name in {EXTRAS}: sys.modules[name] = None\n"
+        f"for name in {modules}: importlib.import_module(name)\nprint('done')"
+    )
+    assert run_python(code) == "done"
