@@ -1,0 +1,268 @@
+"""The raw op against a row-by-row oracle, and its checks at the door."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier_kernels import raw
+
+POISON = 0xEE
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ),
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8]
+ORDERS = ["bth", "bht", "hbt", "htb", "tbh", "thb"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A section, the pool that holds it and the rows that move."""
+
+    dtype: torch.dtype
+    layers: int
+    pool_heads: int
+    k_dim: int
+    v_dim: int
+    block_tokens: int
+    block_count: int
+    order: str
+    span: raw.Span
+    seed: int
+
+    def views(self, device: str, *, poisoned: bool = False) -> list[raw.LayerViews]:
+        """The pool's layers in this case's physical order, random bytes or poison."""
+        generator = torch.Generator().manual_seed(self.seed)
+        sizes = {"b": self.block_count, "t": self.block_tokens, "h": self.pool_heads}
+
+        def view(dim: int) -> torch.Tensor | None:
+            if dim == 0:
+                return None
+            shape = [*(sizes[axis] for axis in self.order), dim * self.dtype.itemsize]
+            data = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+            data = torch.full_like(data, POISON) if poisoned else data
+            typed = data.to(device).view(self.dtype)
+            return typed.permute(*(self.order.index(axis) for axis in "bth"), 3)
+
+        views: list[raw.LayerViews] = []
+        for _ in range(self.layers):
+            k_view, v_view = view(self.k_dim), view(self.v_dim)
+            assert k_view is not None
+            views.append((k_view, v_view))
+        return views
+
+    @property
+    def section_bytes(self) -> int:
+        row_bytes = (self.k_dim + self.v_dim) * self.dtype.itemsize
+        return self.layers * self.span.kv_heads * self.span.tokens * row_bytes
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    block_tokens = draw(st.integers(1, 6))
+    block_count = draw(st.integers(8, 40))
+    tokens = draw(st.integers(1, 30))
+    start = draw(st.integers(0, tokens - 1))
+    count = draw(st.integers(1, tokens - start))
+    needed = (start + count - 1) // block_tokens - start // block_tokens + 1
+    block_count = max(block_count, needed)
+    blocks = draw(st.permutations(range(block_count)))[:needed]
+    if draw(st.booleans()):
+        first = draw(st.integers(0, block_count - needed))
+        blocks = list(range(first, first + needed))
+    kv_heads, pool_heads = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    head_count = draw(st.integers(1, min(kv_heads, pool_heads)))
+    span = raw.Span(
+        tokens=tokens,
+        token_start=start,
+        token_count=count,
+        kv_heads=kv_heads,
+        head_start=draw(st.integers(0, kv_heads - head_count)),
+        head_count=head_count,
+        pool_head_start=draw(st.integers(0, pool_heads - head_count)),
+        block_ids=tuple(blocks),
+    )
+    return Case(
+        dtype=draw(st.sampled_from(DTYPES)),
+        layers=draw(st.integers(1, 3)),
+        pool_heads=pool_heads,
+        k_dim=draw(st.integers(1, 9)),
+        v_dim=draw(st.integers(0, 9)),
+        block_tokens=block_tokens,
+        block_count=block_count,
+        order=draw(st.sampled_from(ORDERS)),
+        span=span,
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+def row_bytes(row: torch.Tensor) -> bytes:
+    return row.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def expected_section(case: Case, views: Sequence[raw.LayerViews]) -> bytes:
+    """Row by row: where each one lies in the pool and where it belongs in the section."""
+    section, span = bytearray([POISON]) * case.section_bytes, case.span
+    position = 0
+    for layer in views:
+        for head in range(span.kv_heads):
+            for part in layer:
+                if part is None:
+                    continue
+                size = part.shape[3] * case.dtype.itemsize
+                for token in range(span.tokens):
+                    moved = span.token_start <= token < span.token_start + span.token_count
+                    moved &= span.head_start <= head < span.head_start + span.head_count
+                    if moved:
+                        nth = token // case.block_tokens - span.token_start // case.block_tokens
+                        pool_head = head - span.head_start + span.pool_head_start
+                        row = part[span.block_ids[nth], token % case.block_tokens, pool_head]
+                        section[position : position + size] = row_bytes(row)
+                    position += size
+    assert position == len(section)
+    return bytes(section)
+
+
+def pool_bytes(views: Sequence[raw.LayerViews]) -> list[bytes]:
+    return [row_bytes(part) for layer in views for part in layer if part is not None]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(case=cases())
+def test_pack_equals_the_oracle(device: str, case: Case) -> None:
+    views = case.views(device)
+    section = bytearray([POISON]) * case.section_bytes
+    raw.pack(views, case.span, memoryview(section))
+    assert section == expected_section(case, views)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(case=cases())
+def test_b16_unpack_is_the_inverse_and_touches_nothing_else(device: str, case: Case) -> None:
+    """Into a poisoned pool, and the same rows then taken out by the oracle are the section's."""
+    views, target = case.views(device), case.views(device, poisoned=True)
+    section = expected_section(case, views)
+    raw.unpack(memoryview(section), target, case.span)
+    assert expected_section(case, target) == section
+    poison = bytearray([POISON]) * case.section_bytes
+    raw.unpack(memoryview(poison), target, case.span)
+    assert all(set(part) == {POISON} for part in pool_bytes(target))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_many_blocks_scattered_and_in_runs(device: str) -> None:
+    """Runs long and short, with a part block at each end, give what the oracle gives."""
+    span = raw.Span(256, 3, 250, 3, 1, 2, 0, ())
+    runs = [*range(40, 56)], [*range(40, 48), *range(10, 18)], [*range(0, 48, 3)]
+    for blocks in runs:
+        case = Case(
+            torch.float32, 2, 3, 8, 8, 16, 64, "hbt", replace(span, block_ids=tuple(blocks)), 7
+        )
+        views = case.views(device)
+        section = bytearray([POISON]) * case.section_bytes
+        raw.pack(views, case.span, memoryview(section))
+        assert section == expected_section(case, views)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_b01_runs_behind_what_the_pools_stream_still_writes() -> None:
+    """Blocks are written on a stream of their own; pack on it sees the write, unpack is done."""
+    case = Case(torch.float32, 1, 1, 64, 64, 16, 4096, "hbt", plain_span(4096), 1)
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    ((k_view, v_view),) = case.views("cuda")
+    assert v_view is not None
+    for nth in range(20):
+        with torch.cuda.stream(stream):
+            for _ in range(20):
+                k_view.normal_()
+            k_view.fill_(float(nth))
+            v_view.fill_(float(-nth))
+        section = bytearray(case.section_bytes)
+        raw.pack([(k_view, v_view)], case.span, memoryview(section), stream.cuda_stream)
+        halves = torch.frombuffer(section, dtype=torch.float32).view(2, -1)
+        assert torch.equal(halves[0], torch.full_like(halves[0], nth))
+        assert torch.equal(halves[1], torch.full_like(halves[1], -nth))
+
+
+def plain_span(tokens: int) -> raw.Span:
+    """All rows of one head, in blocks of 16 from the first on."""
+    return raw.Span(tokens, 0, tokens, 1, 0, 1, 0, tuple(range(tokens // 16)))
+
+
+PLAIN = Case(torch.float32, 1, 1, 4, 4, 16, 8, "bth", plain_span(64), 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_ids": (0, 1, 2)}, "4 blocks, not 3"),
+        ({"block_ids": (0, 1, 2, 3, 4)}, "4 blocks, not 5"),
+        ({"block_ids": (0, 1, 2, 8)}, "outside 0 .. 7"),
+        ({"block_ids": (0, 1, 2, -1)}, "outside 0 .. 7"),
+        ({"token_start": 1}, "rows lie outside"),
+        ({"token_count": 0}, "rows lie outside"),
+        ({"token_start": -16, "token_count": 16, "block_ids": (0,)}, "rows lie outside"),
+        ({"head_count": 0}, "heads lie outside"),
+        ({"head_start": 1}, "heads lie outside"),
+        ({"pool_head_start": 1}, "pool has 1 heads"),
+        ({"pool_head_start": -1}, "pool has 1 heads"),
+        ({"kv_heads": 2}, "section has 4096 bytes, not 2048"),
+    ],
+    ids=str,
+)
+def test_a_span_that_does_not_fit_is_refused(changes: dict[str, object], message: str) -> None:
+    span = replace(PLAIN.span, **changes)  # type: ignore[arg-type]
+    views, section = PLAIN.views("cpu"), bytearray(PLAIN.section_bytes)
+    before = pool_bytes(views)
+    with pytest.raises(ValueError, match=message):
+        raw.pack(views, span, memoryview(section))
+    with pytest.raises(ValueError, match=message):
+        raw.unpack(memoryview(section), views, span)
+    assert pool_bytes(views) == before
+    assert not any(section)
+
+
+def test_views_that_differ_are_refused() -> None:
+    ((k_view, v_view),) = PLAIN.views("cpu")
+    assert v_view is not None
+    section = memoryview(bytearray(PLAIN.section_bytes))
+    bad: list[tuple[list[raw.LayerViews], str]] = [
+        ([], "no layers"),
+        ([(k_view, v_view[:4])], "differ in shape"),
+        ([(k_view, v_view.to(torch.bfloat16))], "dtype or device"),
+        ([(k_view, v_view.transpose(1, 3))], "differ in shape"),
+        ([(k_view, v_view.repeat_interleave(2, 3)[..., ::2])], "not dense"),
+    ]
+    for layers, message in bad:
+        with pytest.raises(ValueError, match=message):
+            raw.pack(layers, PLAIN.span, section)
+
+
+@pytest.mark.parametrize("nbytes", [0, PLAIN.section_bytes - 1, PLAIN.section_bytes + 1])
+def test_a_section_of_another_size_is_refused(nbytes: int) -> None:
+    with pytest.raises(ValueError, match="section has 2048 bytes"):
+        raw.pack(PLAIN.views("cpu"), PLAIN.span, memoryview(bytearray(nbytes)))
+
+
+def test_pack_refuses_a_read_only_target_and_unpack_takes_one() -> None:
+    views = PLAIN.views("cpu")
+    section = memoryview(bytes(PLAIN.section_bytes))
+    with pytest.raises(ValueError, match="read-only"):
+        raw.pack(views, PLAIN.span, section)
+    raw.unpack(section, views, PLAIN.span)
+    assert not any(pool_bytes(views)[0][: 64 * 16])
+
+
+def test_unpack_refuses_to_write_one_block_twice() -> None:
+    span = replace(PLAIN.span, block_ids=(0, 1, 1, 2))
+    with pytest.raises(ValueError, match="named twice"):
+        raw.unpack(memoryview(bytearray(PLAIN.section_bytes)), PLAIN.views("cpu"), span)
