@@ -61,14 +61,14 @@ def entry_point_modules(project: dict[str, Any]) -> frozenset[str]:
 
 
 def limits_are_tested(sources: Sequence[Source]) -> Iterator[Finding]:
-    """Every limit of a ``constants.py`` is named by a test."""
+    """Every limit of a ``constants.py`` or ``limits.py`` is named by a test."""
     tests = "\n".join(
         source.text
         for source in sources
         if source.is_python and source.path.startswith(("tests/", "kvtier/testing/"))
     )
     for source in sources:
-        if not source.is_package or not source.path.endswith("/constants.py"):
+        if not source.is_package or not source.path.endswith(("/constants.py", "/limits.py")):
             continue
         for node in source.tree.body:
             if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
