@@ -1,0 +1,126 @@
+"""Runs steps: from the scheduler's orders to sampled tokens."""
+
+from __future__ import annotations
+
+import torch
+
+from kvtier.errors import ConfigError
+from kvtier_engine.attention.paged import plan_attention
+from kvtier_engine.kv_pool import KVPool
+from kvtier_engine.sampling.sampler import Sampler, token_logprobs
+from kvtier_engine.types import RowStep, SamplingParams, StepBatch, StepOutput, TokenLogprob
+from kvtier_engine.weights.load import LoadedModel
+
+#: Tokens whose logits over the whole vocabulary exist at one time, for prompt log-probabilities.
+PROMPT_LOGITS_TOKENS = 256
+
+
+class ModelRunner:
+    """One model, one pool, and what must be remembered of each running request, in fixed rows.
+
+    Used from one thread. ``step`` blocks until its tokens are known; the pool then holds the KV of
+    every token that was fed. KV already in the pool before ``start`` is used as it is, wherever it
+    came from.
+    """
+
+    def __init__(self, model: LoadedModel, pool: KVPool, *, max_rows: int) -> None:
+        self._model = model.model
+        self._vocab_size = model.config.vocab_size
+        self._context_tokens = model.config.context_tokens
+        self._pool = pool
+        self._max_rows = max_rows
+        self._sampler = Sampler(max_rows, self._vocab_size, self._model.device)
+        self._prompts: dict[int, tuple[int, ...]] = {}
+        self._prompt_logprobs: dict[int, int] = {}
+
+    def add_row(
+        self,
+        row: int,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        generated: tuple[int, ...] = (),
+    ) -> None:
+        """Bind a free row to a request.
+
+        A preempted request comes back with the tokens that it has ``generated``: penalties and
+        seeded draws continue as if it had never left. Raises ``ConfigError``, and leaves the row
+        free, for settings or tokens that cannot be sampled with.
+        """
+        assert 0 <= row < self._max_rows, f"row {row} of {self._max_rows}"
+        assert row not in self._prompts, f"row {row} is in use"
+        if not prompt:
+            raise ConfigError("the prompt has no tokens; at least one is needed")
+        self._sampler.add(row, sampling, prompt, generated)
+        self._prompts[row] = prompt
+        if sampling.prompt_logprobs is not None:
+            self._prompt_logprobs[row] = sampling.prompt_logprobs
+
+    def remove_row(self, row: int) -> None:
+        """Free a row. The request's blocks are the scheduler's to release."""
+        assert row in self._prompts, f"row {row} is not in use"
+        del self._prompts[row]
+        self._prompt_logprobs.pop(row, None)
+        self._sampler.remove(row)
+
+    @torch.inference_mode()
+    def step(self, batch: StepBatch) -> StepOutput:
+        """Compute one step. An empty batch is an empty output."""
+        rows = batch.rows
+        if not rows:
+            return StepOutput((), ())
+        self._check(rows)
+        plan = plan_attention(rows, self._pool)
+        device = self._model.device
+        tokens = torch.tensor([token for row in rows for token in row.token_ids], device=device)
+        positions = torch.tensor(
+            [
+                position
+                for row in rows
+                for position in range(row.start, row.start + len(row.token_ids))
+            ],
+            device=device,
+        )
+        hidden = self._model.forward(tokens, positions, plan, self._pool)
+        ends = [part.token_start + part.count for part in plan.rows]
+        return StepOutput(self._sample(rows, hidden, ends), self._score_prompts(rows, hidden, ends))
+
+    def _sample(
+        self, rows: tuple[RowStep, ...], hidden: torch.Tensor, ends: list[int]
+    ) -> tuple[TokenLogprob | None, ...]:
+        wanted = [place for place, row in enumerate(rows) if row.sample]
+        sampled: list[TokenLogprob | None] = [None] * len(rows)
+        if wanted:
+            logits = self._model.logits(hidden[[ends[place] - 1 for place in wanted]])
+            chosen = self._sampler.sample(logits, [rows[place].row for place in wanted])
+            for place, token in zip(wanted, chosen, strict=True):
+                sampled[place] = token
+        return tuple(sampled)
+
+    def _score_prompts(
+        self, rows: tuple[RowStep, ...], hidden: torch.Tensor, ends: list[int]
+    ) -> tuple[tuple[TokenLogprob, ...], ...]:
+        return tuple(
+            self._score_prompt(row, hidden[end - len(row.token_ids) : end])
+            if row.row in self._prompt_logprobs
+            else ()
+            for row, end in zip(rows, ends, strict=True)
+        )
+
+    def _score_prompt(self, row: RowStep, hidden: torch.Tensor) -> tuple[TokenLogprob, ...]:
+        """Score the prompt tokens that follow the ones just fed."""
+        targets = self._prompts[row.row][row.start + 1 : row.start + 1 + len(row.token_ids)]
+        scores: list[TokenLogprob] = []
+        for first in range(0, len(targets), PROMPT_LOGITS_TOKENS):
+            part = targets[first : first + PROMPT_LOGITS_TOKENS]
+            logits = self._model.logits(hidden[first : first + len(part)])
+            tokens = torch.tensor(part, device=logits.device)
+            counts = [self._prompt_logprobs[row.row]] * len(part)
+            scores += token_logprobs(logits, tokens, counts)
+        return tuple(scores)
+
+    def _check(self, rows: tuple[RowStep, ...]) -> None:
+        assert len({row.row for row in rows}) == len(rows), "a row comes twice"
+        for row in rows:
+            assert row.row in self._prompts, f"row {row.row} is not in use"
+            end = row.start + len(row.token_ids)
+            assert end <= self._context_tokens, f"row {row.row}: {end} > {self._context_tokens}"

@@ -1,0 +1,1 @@
+"""From logits to tokens: penalties, filters, seeded randomness, log-probabilities."""
