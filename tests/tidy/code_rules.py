@@ -10,13 +10,12 @@ from tests.tidy.sources import Finding, Source
 
 FUNCTION_LINES_MAX = 70
 FILE_LINES_MAX = 400
-LINE_CHARACTERS_MAX = 100
 
 #: A ratchet: what may be longer today, and how long it is. It never grows; best it is empty.
 LONGER_ALLOWED: dict[str, int] = {}
 
 #: The modules that read the environment.
-ENVIRONMENT_READERS = {"tests/conftest.py"}
+ENVIRONMENT_READERS = {"engine_adapter/kvtier_engine/weights/cache.py"}
 
 #: The one place where production waits by the wall clock.
 SLEEPER = "kvtier/clock.py"
@@ -30,6 +29,15 @@ SEEDABLE = {
     "numpy.random.seed",
 }
 TORCH_RANDOM = re.compile(r"torch\.(rand|randn|randint|randperm|normal|multinomial|bernoulli)")
+HIDING = {
+    "pytest.mark.skip",
+    "pytest.mark.xfail",
+    "pytest.mark.flaky",
+    "pytest.skip",
+    "pytest.xfail",
+    "pytest.importorskip",
+}
+NO_GPU = "needs a CUDA device"
 TASK_MARK = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 LINK = re.compile(r"https?://")
 
@@ -71,12 +79,6 @@ def function_length(source: Source) -> Iterator[Finding]:
         count = (node.end_lineno or node.lineno) - node.lineno + 1
         if count > limit:
             yield source.found(node.lineno, f"{node.name} has {count} lines, at most {limit}")
-
-
-def line_length(source: Source) -> Iterator[Finding]:
-    for number, line in enumerate(source.lines, 1):
-        if len(line) > LINE_CHARACTERS_MAX and not LINK.search(line):
-            yield source.found(number, f"{len(line)} characters, at most {LINE_CHARACTERS_MAX}")
 
 
 def no_sleep(source: Source) -> Iterator[Finding]:
@@ -203,18 +205,18 @@ def imports_ship(source: Source) -> Iterator[Finding]:
 def no_hidden_tests(source: Source) -> Iterator[Finding]:
     if not source.path.startswith("tests/"):
         return
-    marks = {f"pytest.mark.{mark}" for mark in ("skip", "skipif", "xfail", "flaky")}
-    calls = {"pytest.skip", "pytest.xfail", "pytest.importorskip"}
     for node in ast.walk(source.tree):
-        if isinstance(node, ast.Attribute) and source.dotted(node) in marks | calls:
+        if isinstance(node, ast.Attribute) and source.dotted(node) in HIDING:
             yield source.found(node.lineno, f"{source.dotted(node)}: a test runs and passes")
+    for call, name in source.calls():
+        if name == "pytest.mark.skipif" and NO_GPU not in ast.unparse(call):
+            yield source.found(call.lineno, f"skipif for another reason than {NO_GPU!r}")
 
 
 TEXT_RULES: tuple[Rule, ...] = (tasks_have_links, speaks_of_itself)
 CODE_RULES: tuple[Rule, ...] = (
     file_length,
     function_length,
-    line_length,
     no_sleep,
     no_print,
     narrow_excepts,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvtier_engine.options import OPTIONS
 from tests.tidy import code_rules, tree_rules
 from tests.tidy.sources import ROOT, TOP_FOLDERS, Finding, Source, load_sources
 
@@ -42,6 +43,11 @@ def test_tree(rule: tree_rules.TreeRule) -> None:
 def test_no_dead_modules() -> None:
     project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     expect_none(tree_rules.no_dead_modules(tree(), tree_rules.entry_point_modules(project)))
+
+
+def test_environment_is_documented() -> None:
+    built = frozenset(option.variable for option in OPTIONS)
+    expect_none(tree_rules.environment_is_documented(tree(), built))
 
 
 def test_links_resolve() -> None:
