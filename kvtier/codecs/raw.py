@@ -101,11 +101,7 @@ def _layers(pool: PagedPool, move: Move, section: int) -> list[LayerViews]:
 
 
 def _view(pool: PagedPool, move: Move, layer: int, part: Part) -> Any:
-    import torch
-    from torch.utils.dlpack import from_dlpack
-
-    view = pool.layer_view(move.shard.group, layer, part)
-    tensor = view if isinstance(view, torch.Tensor) else from_dlpack(view)
+    tensor = _tensor(pool.layer_view(move.shard.group, layer, part))
     dim = move.layout.k_dim if part is Part.K else move.layout.v_dim
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype != move.layout.dtype or tensor.shape[-1] != dim:
@@ -114,6 +110,16 @@ def _view(pool: PagedPool, move: Move, layer: int, part: Part) -> Any:
             f"the shard's is {move.layout.dtype} of dim {dim}"
         )
     return tensor
+
+
+def _tensor(view: object) -> Any:
+    import torch
+
+    if isinstance(view, torch.Tensor):
+        return view
+    from torch.utils.dlpack import from_dlpack
+
+    return from_dlpack(view)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ _RUN_BLOCKS_MIN: Final = 4
 class _Run(NamedTuple):
     """Tokens ``token .. token + token_count`` of each of ``block_count`` consecutive blocks.
 
-    They are the plane's rows from ``row`` on. With more than one block, they are all its tokens.
+    They are the span's rows from ``row`` on. With more than one block, they are all its tokens.
     """
 
     row: int
@@ -41,59 +41,89 @@ class _Run(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Schedule:
-    """How a span's rows move: strided copies, then one indexed copy of whole blocks.
+class _Indexed:
+    """Whole blocks that move by their ids, which lie on the pool's device.
 
-    Rows from ``indexed_row`` on move by ``indexed``, block ids on the pool's device.
+    ``pool`` is the run of all the pool's blocks; the rows of ``plane`` are those that move.
     """
 
+    ids: torch.Tensor
+    pool: _Run
+    plane: _Run
+
+
+@dataclass(frozen=True, slots=True)
+class _Schedule:
+    """How a span's rows move: by strided copies and by at most one indexed copy."""
+
     runs: tuple[_Run, ...]
-    indexed_row: int
-    indexed: torch.Tensor | None
+    indexed: _Indexed | None
 
 
 class _Pair(NamedTuple):
-    """One layer's K or V twice: blocks ``[head, block, token, dim]``, plane ``[head, row, dim]``.
+    """One layer's K or V: its view of the pool and its section, both as integers.
 
-    Both hold only the span's heads; the plane holds only the span's rows.
+    ``plane_start`` is where the span's first row of its first head lies in the section, in
+    elements; ``head_step`` is how far the same row of the next head is.
     """
 
-    blocks: torch.Tensor
-    plane: torch.Tensor
+    view: torch.Tensor
+    section: torch.Tensor
+    pool_head: int
+    head_count: int
+    plane_start: int
+    head_step: int
+
+    def pool_rows(self, run: _Run) -> torch.Tensor:
+        """The run in the pool: ``[head, block, token, dim]``."""
+        block_step, token_step, head_step, _ = self.view.stride()
+        first = run.block * block_step + run.token * token_step + self.pool_head * head_step
+        return self.view.as_strided(
+            (self.head_count, run.block_count, run.token_count, self.view.shape[3]),
+            (head_step, block_step, token_step, 1),
+            self.view.storage_offset() + first,
+        )
+
+    def plane_rows(self, run: _Run) -> torch.Tensor:
+        """The run in the section: ``[head, block, token, dim]``."""
+        dim = self.view.shape[3]
+        return self.section.as_strided(
+            (self.head_count, run.block_count, run.token_count, dim),
+            (self.head_step, run.token_count * dim, dim, 1),
+            self.plane_start + run.row * dim,
+        )
 
 
-def pack(layers: Sequence[LayerViews], span: Span, planes: torch.Tensor) -> None:
-    """Copy the span's rows from the pool into ``planes`` (uint8, contiguous, a whole section)."""
+def pack(layers: Sequence[LayerViews], span: Span, section: torch.Tensor) -> None:
+    """Copy the span's rows from the pool into ``section`` (uint8, contiguous)."""
     device = layers[0][0].device
-    if span.whole and planes.device != device:
+    if span.whole and section.device != device:
         # One transfer instead of one for each layer and part.
-        staging = torch.empty(planes.shape, dtype=planes.dtype, device=device)
+        staging = torch.empty(section.shape, dtype=section.dtype, device=device)
         pack(layers, span, staging)
-        planes.copy_(staging)
+        section.copy_(staging)
         return
     schedule = _schedule(layers, span)
-    for blocks, plane in _pairs(layers, span, planes):
+    for pair in _pairs(layers, span, section):
         for run in schedule.runs:
-            source, target = _run_views(blocks, plane, run)
-            target.copy_(source)
+            pair.plane_rows(run).copy_(pair.pool_rows(run))
         if schedule.indexed is not None:
-            source, target = _indexed_views(blocks, plane, schedule)
+            source, target = _indexed_rows(pair, schedule.indexed)
             if target.device == source.device:
-                torch.index_select(source, 1, schedule.indexed, out=target)
+                torch.index_select(source, 1, schedule.indexed.ids, out=target)
             else:
-                target.copy_(source.index_select(1, schedule.indexed))
+                target.copy_(source.index_select(1, schedule.indexed.ids))
 
 
-def unpack(planes: torch.Tensor, layers: Sequence[LayerViews], span: Span) -> None:
-    """Copy the span's rows from ``planes`` into the pool: the inverse of ``pack``."""
+def unpack(section: torch.Tensor, layers: Sequence[LayerViews], span: Span) -> None:
+    """Copy the span's rows from ``section`` into the pool: the inverse of ``pack``."""
     schedule = _schedule(layers, span)
-    for blocks, plane in _pairs(layers, span, planes.to(layers[0][0].device)):
+    for pair in _pairs(layers, span, section.to(layers[0][0].device)):
         for run in schedule.runs:
-            target, source = _run_views(blocks, plane, run)
-            target.copy_(source)
+            pair.pool_rows(run).copy_(pair.plane_rows(run))
         if schedule.indexed is not None:
-            target, source = _indexed_views(blocks, plane, schedule)
-            target.index_copy_(1, schedule.indexed, source)
+            target, source = _indexed_rows(pair, schedule.indexed)
+            target.index_copy_(1, schedule.indexed.ids, source)
 
 
 @contextmanager
@@ -112,7 +142,7 @@ def cuda_stream(device: torch.device, stream: int) -> Iterator[None]:
 
 def _schedule(layers: Sequence[LayerViews], span: Span) -> _Schedule:
     """Whole blocks move in runs where these are long, else by index; partial blocks by run."""
-    block_tokens = layers[0][0].shape[1]
+    block_count, block_tokens = layers[0][0].shape[:2]
     first = span.token_start % block_tokens
     edges: list[_Run] = []
     whole: list[int] = []
@@ -128,62 +158,47 @@ def _schedule(layers: Sequence[LayerViews], span: Span) -> _Schedule:
         first = 0
     runs = _consecutive(whole, whole_row, block_tokens)
     if len(runs) * _RUN_BLOCKS_MIN <= len(whole):
-        return _Schedule((*edges, *runs), 0, None)
-    indexed = torch.tensor(whole, device=layers[0][0].device)
-    return _Schedule(tuple(edges), whole_row, indexed)
+        return _Schedule((*edges, *runs), None)
+    ids = torch.tensor(whole, device=layers[0][0].device)
+    pool = _Run(0, 0, block_count, 0, block_tokens)
+    plane = _Run(whole_row, 0, len(whole), 0, block_tokens)
+    return _Schedule(tuple(edges), _Indexed(ids, pool, plane))
 
 
 def _consecutive(blocks: Sequence[int], row: int, block_tokens: int) -> list[_Run]:
     """Whole blocks, whose rows start at ``row``, as runs of consecutive block ids."""
     runs: list[_Run] = []
-    for block in blocks:
-        if runs and block == runs[-1].block + runs[-1].block_count:
-            runs[-1] = runs[-1]._replace(block_count=runs[-1].block_count + 1)
-        else:
-            runs.append(_Run(row, block, 1, 0, block_tokens))
-        row += block_tokens
+    start = 0
+    for stop in range(1, len(blocks) + 1):
+        if stop == len(blocks) or blocks[stop] != blocks[stop - 1] + 1:
+            first_row = row + start * block_tokens
+            runs.append(_Run(first_row, blocks[start], stop - start, 0, block_tokens))
+            start = stop
     return runs
 
 
-def _pairs(layers: Sequence[LayerViews], span: Span, planes: torch.Tensor) -> Iterator[_Pair]:
+def _pairs(layers: Sequence[LayerViews], span: Span, section: torch.Tensor) -> Iterator[_Pair]:
     integer = _INTEGERS[layers[0][0].element_size()]
-    rows = slice(span.token_start, span.token_start + span.token_count)
-    heads = slice(span.head_start, span.head_start + span.head_count)
-    pool_heads = slice(span.pool_head_start, span.pool_head_start + span.head_count)
-    per_layer = planes.view(integer).view(len(layers), span.kv_heads, -1)
-    for layer, layer_planes in zip(layers, per_layer, strict=True):
-        column = 0
-        for part in layer:
-            if part is None:
-                continue
+    elements = section.view(integer)
+    plane_start = int(elements.storage_offset())
+    for layer in layers:
+        parts = [part for part in layer if part is not None]
+        head_step = span.tokens * sum(part.shape[3] for part in parts)
+        for part in parts:
             dim = part.shape[3]
-            plane = layer_planes[heads, column : column + span.tokens * dim]
-            column += span.tokens * dim
-            blocks = part.view(integer)[:, :, pool_heads].permute(2, 0, 1, 3)
-            yield _Pair(blocks, plane.view(span.head_count, span.tokens, dim)[:, rows])
+            first = plane_start + span.head_start * head_step + span.token_start * dim
+            view = part.view(integer)
+            yield _Pair(view, elements, span.pool_head_start, span.head_count, first, head_step)
+            plane_start += span.tokens * dim
+        plane_start += (span.kv_heads - 1) * head_step
 
 
-def _run_views(
-    blocks: torch.Tensor, plane: torch.Tensor, run: _Run
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A run in the pool and in the plane, both ``[head, block, token, dim]``."""
-    pool_rows = blocks[
-        :, run.block : run.block + run.block_count, run.token : run.token + run.token_count
-    ]
-    plane_rows = plane[:, run.row : run.row + run.block_count * run.token_count]
-    return pool_rows, plane_rows.view(pool_rows.shape)
+def _indexed_rows(pair: _Pair, indexed: _Indexed) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pool's blocks and the plane's, ``[head, block, token, dim]`` or with the last two as one.
 
-
-def _indexed_views(
-    blocks: torch.Tensor, plane: torch.Tensor, schedule: _Schedule
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """All the pool's blocks and the plane's rows of those that move, one block per index."""
-    assert schedule.indexed is not None, "no indexed copy in this schedule"
-    block_count, block_tokens = len(schedule.indexed), blocks.shape[2]
-    stop = schedule.indexed_row + block_count * block_tokens
-    rows = plane[:, schedule.indexed_row : stop]
-    rows = rows.view(blocks.shape[0], block_count, block_tokens, blocks.shape[3])
-    if blocks.stride(3) == 1 and blocks.stride(2) == blocks.shape[3]:
-        # A head's tokens of one block lie together: one copy per block, not one per token.
-        return blocks.flatten(2), rows.flatten(2)
-    return blocks, rows
+    One dimension where a head's tokens of one block touch: a copy per block, not one per token.
+    """
+    pool, plane = pair.pool_rows(indexed.pool), pair.plane_rows(indexed.plane)
+    if pool.stride(2) == pool.shape[3]:
+        return pool.flatten(2), plane.flatten(2)
+    return pool, plane
