@@ -1,0 +1,57 @@
+"""Who may come in: a bound on accepted sequences, and the door that closes when the server stops.
+
+Counted here and not in the engine, so that a refusal costs nothing and no two calls squeeze
+through one place: all of it runs on the event loop's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+
+from kvtier_engine.api.errors import ApiError, unavailable
+from kvtier_engine.api.limits import RETRY_AFTER_S
+
+
+class Admission:
+    """Counts sequences from acceptance to their end. One event loop's thread only."""
+
+    def __init__(self, sequences_max: int) -> None:
+        self._sequences_max = sequences_max
+        self._sequences = 0
+        self._draining = False
+
+    @property
+    def sequences(self) -> int:
+        """Sequences accepted and not yet ended."""
+        return self._sequences
+
+    @property
+    def draining(self) -> bool:
+        """True once the server takes no further request."""
+        return self._draining
+
+    def drain(self) -> None:
+        """Refuse every request from now on; those accepted go on."""
+        self._draining = True
+
+    @contextmanager
+    def hold(self, count: int) -> Iterator[None]:
+        """Hold ``count`` places while the block runs, or raise ``ApiError`` and hold none."""
+        if self._draining:
+            raise unavailable("The server is shutting down.", code="shutting_down")
+        if self._sequences + count > self._sequences_max:
+            raise ApiError(
+                HTTPStatus.TOO_MANY_REQUESTS,
+                f"The queue is full: {self._sequences} sequences are being served or wait, and at "
+                f"most {self._sequences_max} may. Try again later.",
+                code="queue_full",
+                kind="rate_limit_error",
+                headers={"retry-after": str(RETRY_AFTER_S)},
+            )
+        self._sequences += count
+        try:
+            yield
+        finally:
+            self._sequences -= count

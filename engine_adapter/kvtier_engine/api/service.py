@@ -1,0 +1,121 @@
+"""Runs calls: admission, generation, answer or stream, outcome. What every endpoint shares."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive
+
+from kvtier.interfaces import Clock
+from kvtier.obs.stats import Histogram
+from kvtier_engine.api.admission import Admission
+from kvtier_engine.api.calls import Call
+from kvtier_engine.api.errors import ApiError, internal_error, unavailable
+from kvtier_engine.api.generation import Collected, SequenceFailedError, UsageTotals, merged
+from kvtier_engine.api.ports import Generator
+from kvtier_engine.api.streaming import (
+    CLIENT_GONE,
+    ClientGoneError,
+    EventStream,
+    sse,
+    while_connected,
+)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class RequestCounters:
+    """Requests by endpoint and outcome, and how long whole answers took."""
+
+    outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    duration: Histogram = field(default_factory=Histogram)
+
+
+class Service:
+    """Owner of the request counters. One event loop's thread only."""
+
+    def __init__(self, engine: Generator, admission: Admission, clock: Clock) -> None:
+        self._engine = engine
+        self._admission = admission
+        self._clock = clock
+        self._counters = RequestCounters()
+
+    @property
+    def counters(self) -> RequestCounters:
+        """The running counts, to be read on the event loop's thread."""
+        return self._counters
+
+    def refused(self, endpoint: str) -> None:
+        """Count a request that was not understood or not allowed."""
+        self._counters.outcomes[endpoint, "refused"] += 1
+
+    async def answer(self, call: Call, receive: Receive) -> Response:
+        """Run a call. A client that hangs up ends its generation at once, streaming or not."""
+        headers = {"x-request-id": call.call_id}
+        if call.stream:
+            return EventStream(self._events(call), headers)
+        try:
+            body = await while_connected(receive, self._collected(call))
+        except ClientGoneError:
+            return Response(status_code=CLIENT_GONE)
+        return Response(json.dumps(body), media_type="application/json", headers=headers)
+
+    async def _collected(self, call: Call) -> dict[str, Any]:
+        choices = [Collected() for _ in call.requests]
+        usage = UsageTotals(call.choices)
+        with self._running_boundary(call):
+            streams = [self._engine.generate(request) for request in call.requests]
+            async with aclosing(merged(streams)) as deltas:
+                async for index, delta in deltas:
+                    choices[index].add(delta)
+                    usage.note(index, delta.usage)
+        return call.renderer.answer(choices, usage.report(drop_output=call.drop_output))
+
+    async def _events(self, call: Call) -> AsyncGenerator[bytes, None]:
+        usage = UsageTotals(call.choices)
+        with self._running_boundary(call):
+            streams = [self._engine.generate(request) for request in call.requests]
+            async with aclosing(merged(streams)) as deltas:
+                async for index, delta in deltas:
+                    usage.note(index, delta.usage)
+                    for event in call.renderer.events(index, delta):
+                        yield event
+            if call.include_usage:
+                yield call.renderer.usage_event(usage.report(drop_output=call.drop_output))
+            yield sse("[DONE]")
+
+    @contextmanager
+    def _running_boundary(self, call: Call) -> Iterator[None]:
+        """Hold the call's places, note its outcome, and let only ``ApiError`` out."""
+        outcome = "disconnected"
+        started = self._clock.now()
+        try:
+            with self._admission.hold(len(call.requests)):
+                yield
+            outcome = "ok"
+            self._counters.duration.observe(self._clock.now() - started)
+        except ApiError as error:
+            full = error.status is HTTPStatus.TOO_MANY_REQUESTS
+            outcome = "queue_full" if full else "refused"
+            raise
+        except SequenceFailedError as error:
+            outcome = "error"
+            if error.aborted:
+                raise unavailable("The server gave this request up.", code="aborted") from error
+            _log.error("%s failed: %s", call.call_id, error)
+            raise internal_error(call.call_id) from error
+        except Exception as error:
+            outcome = "error"
+            _log.exception("%s failed", call.call_id)
+            raise internal_error(call.call_id) from error
+        finally:
+            self._counters.outcomes[call.endpoint, outcome] += 1

@@ -1,0 +1,244 @@
+"""The options of ``kvtier-serve``: name, meaning, how a text becomes a value, default.
+
+One table serves the command line, the environment, the file, ``--help`` and the documentation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from kvtier.config import Durability, WriteMode, format_size, parse_size
+from kvtier.constants import CHUNK_TOKENS_MAX, GIB, MIB
+from kvtier.errors import ConfigError, nearest
+from kvtier.registry import codecs
+from kvtier_engine.api.limits import DRAIN_DEADLINE_S
+
+#: The name under which the bundled model is asked for.
+BUNDLED_MODEL: Final = "smollm2-135m"
+
+EnumT = TypeVar("EnumT", bound=StrEnum)
+
+
+class DeviceChoice(StrEnum):
+    """Where the model runs; ``auto`` takes a GPU if there is one."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class DtypeChoice(StrEnum):
+    """What the model and its KV are held in; ``auto``: float32 on a CPU, bfloat16 on a GPU."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option. ``parse`` takes a text, or a TOML value, and raises ``ConfigError``."""
+
+    name: str
+    parse: Callable[[Any], Any]
+    default: Any
+    metavar: str
+    help: str
+    secret: bool = False
+
+    @property
+    def flag(self) -> str:
+        """The name on the command line."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """The name in the environment."""
+        return "KVTIER_API_KEY" if self.name == "api_key" else f"KVTIER_SERVE_{self.name.upper()}"
+
+    @property
+    def is_switch(self) -> bool:
+        """True for an option that takes no value on the command line."""
+        return self.metavar == ""
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ConfigError("allowed: a text that is not empty")
+    return value
+
+
+def _maybe_path(value: Any) -> str:
+    return str(Path(_text(value)).expanduser())
+
+
+def _model(value: Any) -> str:
+    name = _text(value)
+    return name if name == BUNDLED_MODEL else _maybe_path(name)
+
+
+def _switch(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    known = {"true": True, "1": True, "false": False, "0": False}
+    if not isinstance(value, str) or value.lower() not in known:
+        raise ConfigError("allowed: true, false")
+    return known[value.lower()]
+
+
+def _whole(low: int, high: int) -> Callable[[Any], int]:
+    def parse(value: Any) -> int:
+        number = value if type(value) is int else None
+        if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,18}", value):
+            number = int(value)
+        if number is None or not low <= number <= high:
+            raise ConfigError(f"allowed: a whole number from {low} to {high}")
+        return number
+
+    return parse
+
+
+def _seconds(value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = -1.0
+    if isinstance(value, bool) or not 0 <= number <= 3600:
+        raise ConfigError("allowed: seconds from 0 to 3600")
+    return number
+
+
+def _size(low: int) -> Callable[[Any], int]:
+    def parse(value: Any) -> int:
+        nbytes = parse_size(value)
+        if nbytes < low:
+            raise ConfigError(f"allowed: at least {format_size(low)}")
+        return nbytes
+
+    return parse
+
+
+def _one_of(enum: type[EnumT]) -> Callable[[Any], EnumT]:
+    def parse(value: Any) -> EnumT:
+        known = [member.value for member in enum]
+        if not isinstance(value, str) or value not in known:
+            hint = nearest(value, known) if isinstance(value, str) else ""
+            raise ConfigError(f"allowed: {', '.join(known)}{hint}")
+        return enum(value)
+
+    return parse
+
+
+def _codec(value: Any) -> str:
+    known = codecs.names()
+    name = _text(value)
+    if name not in known:
+        raise ConfigError(f"allowed: {', '.join(known)}{nearest(name, known)}")
+    return name
+
+
+def _weights_id(value: Any) -> str:
+    text = _text(value)
+    if not re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", text):
+        raise ConfigError("allowed: 1 to 128 letters, digits and . _ : -")
+    return text
+
+
+_COUNT_MAX: Final = 1 << 20
+
+OPTIONS: Final[tuple[Option, ...]] = (
+    Option("model", _model, BUNDLED_MODEL, "PATH", f"folder or GGUF file, or {BUNDLED_MODEL}"),
+    Option("device", _one_of(DeviceChoice), DeviceChoice.AUTO, "NAME", "auto, cpu or cuda"),
+    Option(
+        "dtype",
+        _one_of(DtypeChoice),
+        DtypeChoice.AUTO,
+        "NAME",
+        "of model and KV: auto, float32, bfloat16 or float16",
+    ),
+    Option("host", _text, "127.0.0.1", "ADDRESS", "address to listen on"),
+    Option("port", _whole(0, 65535), 8000, "N", "port to listen on; 0 takes a free one"),
+    Option("served_model_name", _text, "", "NAME", "name that clients ask for (the model's own)"),
+    Option("api_key", _text, "", "KEY", "key that clients must send (none)", secret=True),
+    Option("max_model_len", _whole(1, 1 << 31), 0, "TOKENS", "context limit (what fits)"),
+    Option("kv_bytes", _size(1), 512 * MIB, "SIZE", "size of the block pool (HBM)"),
+    Option("block_tokens", _whole(1, 1024), 16, "N", "tokens per block"),
+    Option(
+        "chunk_tokens",
+        _whole(1, CHUNK_TOKENS_MAX),
+        256,
+        "N",
+        "tokens per chunk of the cache, a multiple of a block",
+    ),
+    Option("max_num_seqs", _whole(1, 4096), 16, "N", "sequences that run at once"),
+    Option(
+        "max_num_batched_tokens", _whole(1, _COUNT_MAX), 512, "N", "tokens computed in one step"
+    ),
+    Option("dram", _size(0), GIB, "SIZE", "size of the DRAM tier"),
+    Option("disk", _maybe_path, "", "PATH", "directory of the disk tier (no disk tier)"),
+    Option("disk_bytes", _size(1), 10 * GIB, "SIZE", "size of the disk tier"),
+    Option(
+        "disk_mode",
+        _one_of(WriteMode),
+        WriteMode.THROUGH,
+        "MODE",
+        "through: write when stored; back: write when DRAM runs short",
+    ),
+    Option(
+        "durability",
+        _one_of(Durability),
+        Durability.NONE,
+        "LEVEL",
+        "of the disk tier: none, batch or each",
+    ),
+    Option("codec", _codec, "raw", "NAME", "how KV is encoded in the tiers"),
+    Option("weights_id", _weights_id, "", "ID", "declares what the weights are (their digest)"),
+    Option("no_cache", _switch, False, "", "no tiers below HBM"),
+    Option(
+        "drain_seconds",
+        _seconds,
+        DRAIN_DEADLINE_S,
+        "SECONDS",
+        "how long running requests may go on after a signal to stop",
+    ),
+)
+
+#: Sub-name of the variable that names the file; ``--config`` is the one option outside the table.
+CONFIG_VARIABLE: Final = "KVTIER_SERVE_CONFIG"
+BY_NAME: Final[Mapping[str, Option]] = {option.name: option for option in OPTIONS}
+
+
+def usage() -> str:
+    """Return the text of ``--help``."""
+    lines = ["usage: kvtier-serve [OPTIONS]", ""]
+    shown = [(f"{option.flag} {option.metavar}".rstrip(), _explained(option)) for option in OPTIONS]
+    shown += [("--config FILE.toml", "file with any of the above, named with underscores")]
+    shown += [("--help", "this text"), ("--version", "the version")]
+    width = max(len(left) for left, _ in shown) + 2
+    lines += [f"  {left:<{width}}{right}" for left, right in shown]
+    lines += [
+        "",
+        "Sizes are bytes, or take KiB, MiB, GiB. The command line wins over the environment",
+        "(KVTIER_SERVE_PORT and so on, KVTIER_API_KEY), which wins over the file.",
+    ]
+    return "\n".join(lines)
+
+
+def shown_default(option: Option) -> str:
+    """Return an option's default as people write it; empty where the help says what happens."""
+    if option.default in {"", 0} or option.is_switch:
+        return ""
+    if type(option.default) is int and option.metavar == "SIZE":
+        return format_size(option.default).replace(" ", "")
+    return f"{option.default:g}" if isinstance(option.default, float) else str(option.default)
+
+
+def _explained(option: Option) -> str:
+    default = shown_default(option)
+    return f"{option.help} [{default}]" if default else option.help

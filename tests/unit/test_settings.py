@@ -1,0 +1,191 @@
+"""Settings of ``kvtier-serve``: where values come from, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from kvtier.config import Durability, WriteMode
+from kvtier.constants import GIB, MIB
+from kvtier.errors import ConfigError
+from kvtier_engine.options import OPTIONS, usage
+from kvtier_engine.settings import Settings, load_settings
+
+
+def load(*arguments: str, environment: Mapping[str, str] | None = None) -> Settings:
+    return load_settings(arguments, environment or {})
+
+
+def refusal(*arguments: str, environment: Mapping[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(*arguments, environment=environment)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_defaults_serve_the_bundled_model_from_loopback() -> None:
+    config = load().config
+    assert (config.model, config.host, config.port) == ("smollm2-135m", "127.0.0.1", 8000)
+    assert (config.kv_bytes, config.dram, config.disk) == (512 * MIB, GIB, "")
+    cache = config.cache_config()
+    assert cache is not None
+    assert cache.disk is None
+
+
+def test_defaults_pass_their_own_checks() -> None:
+    for option in OPTIONS:
+        if option.default not in {"", 0}:
+            assert option.parse(option.default) == option.default, option.name
+
+
+def test_values_are_parsed_into_their_types() -> None:
+    config = load(
+        "--kv-bytes=64MiB", "--disk", "/tmp/d", "--disk-mode", "back", "--durability", "each",
+        "--port", "0", "--drain-seconds", "2.5", "--disk-bytes", "20GiB",
+    ).config  # fmt: skip
+    assert config.kv_bytes == 64 * MIB
+    assert (config.disk_mode, config.durability) == (WriteMode.BACK, Durability.EACH)
+    assert (config.port, config.drain_seconds) == (0, 2.5)
+    cache = config.cache_config()
+    assert cache is not None
+    assert cache.disk is not None
+    assert cache.disk.capacity_bytes == 20 * GIB
+
+
+def test_b113_command_line_over_environment_over_file_over_default(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text('port = 1\nblock_tokens = 8\nchunk_tokens = 64\nkv_bytes = "64MiB"\n')
+    environment = {"KVTIER_SERVE_PORT": "2", "KVTIER_SERVE_BLOCK_TOKENS": "32"}
+    settings = load("--config", str(file), "--port", "3", environment=environment)
+    config = settings.config
+    assert (config.port, config.block_tokens, config.chunk_tokens) == (3, 32, 64)
+    report = settings.report()
+    assert report["port"] == {"value": 3, "source": "command line"}
+    assert report["block_tokens"]["source"] == "environment KVTIER_SERVE_BLOCK_TOKENS"
+    assert report["chunk_tokens"] == {"value": 64, "source": f"file {file}"}
+    assert report["dram"] == {"value": GIB, "source": "default"}
+
+
+def test_b113_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text("port = 7")
+    assert load(environment={"KVTIER_SERVE_CONFIG": str(file)}).config.port == 7
+
+
+def test_b113_a_misspelt_key_names_the_nearest(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text('durabilty = "each"')
+    assert "'durabilty' (did you mean 'durability'?)" in refusal("--config", str(file))
+
+
+def test_b113_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+    missing = str(tmp_path / "none.toml")
+    assert missing in refusal("--config", missing)
+    assert missing in refusal(environment={"KVTIER_SERVE_CONFIG": missing})
+    broken = tmp_path / "broken.toml"
+    broken.write_text("port = = 3")
+    assert "not valid TOML" in refusal("--config", str(broken))
+
+
+def test_b113_a_misspelt_variable_names_the_nearest() -> None:
+    message = refusal(environment={"KVTIER_SERVE_PROT": "1"})
+    assert "KVTIER_SERVE_PROT (did you mean 'KVTIER_SERVE_PORT'?)" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--prot", "1"], ["--prot", "'--port'"]),
+        (["--disk-mod", "back"], ["--disk-mod", "'--disk-mode'"]),
+        (["serve"], ["'serve'"]),
+        (["--port"], ["--port needs a value"]),
+        (["--port", "--device"], ["--port needs a value"]),
+        (["--port", "1", "--port", "2"], ["--port is given twice"]),
+        (["--port", "65536"], ["--port", "'65536'", "0 to 65535"]),
+        (["--port", "eighty"], ["--port", "'eighty'"]),
+        (["--kv-bytes", "1GB"], ["--kv-bytes", "'1GB'", "'GiB'"]),
+        (["--kv-bytes", "-1"], ["--kv-bytes", "'-1'"]),
+        (["--kv-bytes", "0"], ["--kv-bytes", "at least 1 B"]),
+        (["--device", "cud"], ["--device", "'cud'", "auto, cpu, cuda", "did you mean 'cuda'"]),
+        (["--dtype", "fp32"], ["--dtype", "float32"]),
+        (["--durability", "eahc"], ["--durability", "none, batch, each", "'each'"]),
+        (["--codec", "rwa"], ["--codec", "'rwa'", "'raw'"]),
+        (["--drain-seconds", "nan"], ["--drain-seconds", "'nan'"]),
+        (["--weights-id", "a b"], ["--weights-id", "'a b'"]),
+        (["--no-cache=maybe"], ["--no-cache", "true, false"]),
+        (["--served-model-name="], ["--served-model-name", "not empty"]),
+    ],
+)
+def test_a_bad_option_is_named_with_what_is_allowed(arguments: list[str], parts: list[str]) -> None:
+    message = refusal(*arguments)
+    for part in parts:
+        assert part in message, message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--no-cache", "--disk", "/d"], ["--no-cache", "--disk"]),
+        (["--no-cache", "--dram", "1GiB"], ["--no-cache", "--dram"]),
+        (["--no-cache", "--codec", "raw"], ["--no-cache", "--codec"]),
+        (["--chunk-tokens", "100"], ["--chunk-tokens 100", "--block-tokens 16"]),
+        (["--disk", "/d", "--dram", "0"], ["--disk", "--dram"]),
+        (["--dram", "0"], ["--dram 0", "--no-cache"]),
+        (["--dram", "1MiB"], ["--dram 1 MiB", "64 MiB"]),
+        (["--disk-bytes", "1GiB"], ["--disk-bytes", "--disk PATH"]),
+        (["--disk-mode", "back"], ["--disk-mode", "--disk PATH"]),
+        (["--durability", "each"], ["--durability", "--disk PATH"]),
+        (
+            ["--max-num-batched-tokens", "8"],
+            ["--max-num-batched-tokens 8", "--max-num-seqs 16"],
+        ),
+        (["--disk", "/d", "--disk-bytes", "10"], ["--disk-bytes 10 B", "capacity_bytes"]),
+    ],
+)
+def test_b115_contradictions_end_the_start(arguments: list[str], parts: list[str]) -> None:
+    message = refusal(*arguments)
+    for part in parts:
+        assert part in message, message
+
+
+def test_no_cache_works_from_the_environment() -> None:
+    settings = load(environment={"KVTIER_SERVE_NO_CACHE": "true"})
+    assert settings.config.cache_config() is None
+    assert load(environment={"KVTIER_SERVE_NO_CACHE": "0"}).config.cache_config() is not None
+
+
+def test_the_api_key_is_never_shown() -> None:
+    settings = load("--port", "1", environment={"KVTIER_API_KEY": "sesame"})
+    assert settings.config.api_key == "sesame"
+    assert settings.report()["api_key"] == {
+        "value": "********",
+        "source": "environment KVTIER_API_KEY",
+    }
+    assert "sesame" not in repr(settings)
+    assert "sesame" not in str(settings.report())
+    assert "sesame" not in refusal(environment={"KVTIER_API_KEY": "sesame", "KVTIER_SERVE_X": ""})
+
+
+def test_an_empty_api_key_is_refused_rather_than_open() -> None:
+    assert "KVTIER_API_KEY" in refusal(environment={"KVTIER_API_KEY": ""})
+
+
+def test_file_values_keep_their_types(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text('no_cache = true\nport = 9\nkv_bytes = 1048576\ndevice = "cpu"\n')
+    config = load("--config", str(file)).config
+    assert (config.no_cache, config.port, config.kv_bytes) == (True, 9, MIB)
+    file.write_text("port = true")
+    assert f"{file}: port" in refusal("--config", str(file))
+    file.write_text("device = 3")
+    assert f"{file}: device" in refusal("--config", str(file))
+
+
+def test_help_names_every_option() -> None:
+    text = usage()
+    for option in OPTIONS:
+        assert f"  {option.flag} {option.metavar}".rstrip() in text
+    assert max(map(len, text.splitlines())) <= 100
