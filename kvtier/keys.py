@@ -30,7 +30,6 @@ from kvtier.types import ChunkKey, Fidelity, KVGroup, KVLayout, Namespace, Shard
 
 SHARD_KEY_BYTES = DIGEST_BYTES + 6
 TOKEN_ID_MAX = 2**31 - 1
-EPOCH_MAX = 2**64 - 1
 #: Longest text field of a namespace or of a weight's name, in UTF-8 bytes.
 TEXT_BYTES_MAX = 65_536
 
@@ -45,10 +44,7 @@ def encode_namespace(namespace: Namespace, epoch: int = 0) -> bytes:
     Raises ``ConfigError`` or, for the layout, ``LayoutError`` that names the field, its value and
     what is allowed.
     """
-    try:
-        check_integer("epoch", epoch, 0, EPOCH_MAX)
-    except LayoutError as error:
-        raise ConfigError(str(error)) from error
+    encoded_epoch = _uint64("epoch", epoch)
     if not namespace.weights_id:
         raise ConfigError("weights_id is ''; it must say which weights computed the KV")
     if namespace.fidelity not in tuple(Fidelity):
@@ -63,7 +59,7 @@ def encode_namespace(namespace: Namespace, epoch: int = 0) -> bytes:
             _field(5, _text("adapter_id", namespace.adapter_id)),
             _field(6, _text("tenant_salt", namespace.tenant_salt)),
             _field(7, namespace.fidelity.encode()),
-            _field(8, epoch.to_bytes(8, "big")),
+            _field(8, encoded_epoch),
         )
     )
 
@@ -153,7 +149,7 @@ def weights_id(tensors: Iterable[tuple[str, str, tuple[int, ...], bytes]]) -> st
     """Return the hexadecimal identity of a set of weights, whatever their order.
 
     Each tensor is its name, dtype, shape and the SHA-256 of its bytes. Raises ``ConfigError`` for
-    no tensors, a name that comes twice, a negative size or a digest of another length.
+    no tensors, a name that comes twice, a size that is no uint64 or a digest of another length.
     """
     named: dict[str, bytes] = {}
     for name, dtype, shape, digest in tensors:
@@ -164,13 +160,11 @@ def weights_id(tensors: Iterable[tuple[str, str, tuple[int, ...], bytes]]) -> st
                 f"the digest of tensor {name!r} has {len(digest)} bytes; allowed is a SHA-256 "
                 f"of {DIGEST_BYTES}"
             )
-        if not all(0 <= size < 2**64 for size in shape):
-            raise ConfigError(f"the shape of tensor {name!r} is {shape}; sizes are not negative")
         named[name] = b"".join(
             (
                 _field(1, _text("tensor name", name)),
                 _field(2, _text(f"dtype of tensor {name!r}", dtype)),
-                _field(3, b"".join(size.to_bytes(8, "big") for size in shape)),
+                _field(3, b"".join(_uint64(f"a size of tensor {name!r}", size) for size in shape)),
                 _field(4, digest),
             )
         )
@@ -214,6 +208,13 @@ def _field(tag: int, value: bytes) -> bytes:
 
 def _uint32(value: int) -> bytes:
     return value.to_bytes(4, "big")
+
+
+def _uint64(name: str, value: object) -> bytes:
+    try:
+        return check_integer(name, value, 0, 2**64 - 1).to_bytes(8, "big")
+    except LayoutError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _text(name: str, value: object) -> bytes:

@@ -55,7 +55,6 @@ _HEADER_FIXED_BYTES = 2048
 _HEADER_SECTION_BYTES = 32
 # Of codecs and of their parameters.
 _NAME = re.compile(r"[a-z0-9][a-z0-9._+-]{0,63}")
-_LAYOUT_FIELDS = tuple(field.name for field in fields(ShardLayout))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +89,17 @@ class ShardDescription:
     section_bytes: tuple[int, ...]
 
 
-# The fields of a header's body: its sections are one list.
-_BODY_FIELDS = {field.name for field in fields(ShardDescription)} - {"section_bytes"} | {"sections"}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardHeader(ShardDescription):
     """A validated header. Offsets count from the start of the shard."""
 
     section_offsets: tuple[int, ...]
     section_checksums: tuple[bytes, ...]
+
+
+# The body is a map of exactly these fields, in this order; its layout likewise.
+_HEADER_FIELDS = tuple(field.name for field in fields(ShardHeader))
+_LAYOUT_FIELDS = tuple(field.name for field in fields(ShardLayout))
 
 
 def shard_geometry(section_bytes: Sequence[int]) -> ShardGeometry:
@@ -139,18 +139,14 @@ def seal(slot: memoryview, description: ShardDescription) -> ShardHeader:
     if len(data) != geometry.shard_bytes:
         raise FormatError(f"the slot has {len(data)} bytes; the shard has {geometry.shard_bytes}")
     checksums: list[bytes] = []
-    ends = (*geometry.section_offsets[1:], geometry.shard_bytes)
-    for start, nbytes, end in zip(
-        geometry.section_offsets, geometry.section_bytes, ends, strict=True
-    ):
-        checksums.append(checksum(data[start : start + nbytes]))
-        data[start + nbytes : end] = bytes(end - start - nbytes)
+    for start, nbytes in zip(geometry.section_offsets, geometry.section_bytes, strict=True):
+        end = start + nbytes
+        checksums.append(checksum(data[start:end]))
+        data[end : _align(end)] = bytes(_align(end) - end)
     known = {field.name: getattr(description, field.name) for field in fields(ShardDescription)}
-    header = ShardHeader(
-        **known,
-        section_offsets=geometry.section_offsets,
-        section_checksums=tuple(checksums),
-    )
+    known["section_offsets"] = geometry.section_offsets
+    known["section_checksums"] = tuple(checksums)
+    header = ShardHeader(**known)
     data[: geometry.header_bytes] = _encode(header, geometry.header_bytes)
     return header
 
@@ -177,14 +173,17 @@ def parse_header(data: memoryview) -> ShardHeader:
         raise FormatError(f"header: {len(data)} bytes of {header_bytes}")
     # A copy, at most HEADER_BYTES_MAX: nothing may change between a check and its use.
     page = bytes(data[:header_bytes])
-    sum_offset = header_bytes - _HEADER_CHECKSUM.size
-    (stored,) = _HEADER_CHECKSUM.unpack_from(page, sum_offset)
-    if xxhash.xxh3_64_intdigest(page[:sum_offset]) != stored:
+    summed, stored = page[: -_HEADER_CHECKSUM.size], page[-_HEADER_CHECKSUM.size :]
+    if _HEADER_CHECKSUM.pack(xxhash.xxh3_64_intdigest(summed)) != stored:
         raise FormatError("header: checksum differs")
     header = _decode(page[_PREFIX.size : _PREFIX.size + body_bytes])
     geometry = _check_description(header)
     if geometry.section_offsets != header.section_offsets:
-        raise FormatError("header: sections: offsets do not follow from the sizes")
+        raise FormatError("header: section_offsets do not follow from section_bytes")
+    if len(header.section_checksums) != len(header.section_bytes):
+        raise FormatError("header: section_checksums and section_bytes differ in number")
+    for index, digest in enumerate(header.section_checksums):
+        _check_bytes(f"section_checksums[{index}]", digest, CHECKSUM_BYTES)
     if geometry.header_bytes != header_bytes or _encode(header, header_bytes) != page:
         raise FormatError("header: not the canonical form")
     return header
@@ -261,32 +260,14 @@ def _read_prefix(data: memoryview) -> tuple[int, int]:
 
 def _encode(header: ShardHeader, header_bytes: int) -> bytes:
     """Return a header whose fields have been checked, padded and with its own checksum."""
-    body = msgpack.packb(
-        {
-            "chunk": header.chunk,
-            "shard": list(header.shard),
-            "parent": header.parent,
-            "position": header.position,
-            "namespace": header.namespace,
-            "codec": header.codec,
-            "codec_params": dict(sorted(header.codec_params.items())),
-            "layout": {name: getattr(header.layout, name) for name in _LAYOUT_FIELDS},
-            "token_count": header.token_count,
-            "has_sinks": header.has_sinks,
-            "sections": list(
-                zip(
-                    header.section_offsets,
-                    header.section_bytes,
-                    header.section_checksums,
-                    strict=True,
-                )
-            ),
-        }
-    )
+    wire = {name: getattr(header, name) for name in _HEADER_FIELDS}
+    wire["codec_params"] = dict(sorted(header.codec_params.items()))
+    wire["layout"] = {name: getattr(header.layout, name) for name in _LAYOUT_FIELDS}
+    body = msgpack.packb(wire)
     room = header_bytes - _PREFIX.size - _HEADER_CHECKSUM.size
     assert len(body) <= room, f"a header body of {len(body)} bytes exceeds its bound {room}"
     prefix = _PREFIX.pack(SHARD_MAGIC, SHARD_FORMAT_VERSION, header_bytes, len(body))
-    summed = prefix + body + bytes(room - len(body))
+    summed = b"".join((prefix, body, bytes(room - len(body))))
     return summed + _HEADER_CHECKSUM.pack(xxhash.xxh3_64_intdigest(summed))
 
 
@@ -304,23 +285,16 @@ def _decode(body: bytes) -> ShardHeader:
         )
     except (ValueError, msgpack.UnpackException) as error:
         raise FormatError(f"header: not the msgpack of a header: {error}") from error
-    wire = _checked_map("header", decoded, _BODY_FIELDS)
-    layout = _checked_map("layout", wire.pop("layout"), _LAYOUT_FIELDS)
-    shard = _checked_list("shard", wire.pop("shard"), 3)
-    sections = wire.pop("sections")
-    if not isinstance(sections, list):
-        raise FormatError("header: sections is not a list")
-    triples = [_checked_list("a section", section, 3) for section in sections]
-    for _, _, digest in triples:
-        _check_bytes("a section's checksum", digest, CHECKSUM_BYTES)
-    return ShardHeader(
-        **wire,
-        layout=ShardLayout(**layout),
-        shard=ShardId(*shard),
-        section_offsets=tuple(offset for offset, _, _ in triples),
-        section_bytes=tuple(nbytes for _, nbytes, _ in triples),
-        section_checksums=tuple(digest for _, _, digest in triples),
-    )
+    wire = _checked_map("body", decoded, _HEADER_FIELDS)
+    wire["layout"] = ShardLayout(**_checked_map("layout", wire["layout"], _LAYOUT_FIELDS))
+    for name in ("shard", "section_offsets", "section_bytes", "section_checksums"):
+        if not isinstance(wire[name], list):
+            raise FormatError(f"header: {name} is not a list")
+        wire[name] = tuple(wire[name])
+    if len(wire["shard"]) != len(ShardId._fields):
+        raise FormatError(f"header: shard has {len(wire['shard'])} parts")
+    wire["shard"] = ShardId(*wire["shard"])
+    return ShardHeader(**wire)
 
 
 def _checked_map(name: str, value: Any, names: Iterable[str]) -> dict[str, Any]:
@@ -329,12 +303,6 @@ def _checked_map(name: str, value: Any, names: Iterable[str]) -> dict[str, Any]:
     differing = sorted(value.keys() ^ set(names), key=repr)
     if differing:
         raise FormatError(f"header: {name} has missing or unknown fields: {differing}")
-    return value
-
-
-def _checked_list(name: str, value: Any, length: int) -> list[Any]:
-    if not isinstance(value, list) or len(value) != length:
-        raise FormatError(f"header: {name} is not a list of {length}")
     return value
 
 

@@ -195,8 +195,8 @@ class Slot:
 class Blocks:
     """Engine blocks that cover tokens from ``start_token`` on, one tuple of ids per KV group.
 
-    A block holds ``block_tokens`` tokens and ``start_token`` is a multiple of that. The engine keeps these blocks alive and
-    unchanged until every plan made from them has been answered.
+    A block holds ``block_tokens`` tokens and ``start_token`` is a multiple of that. The engine
+    keeps these blocks alive and unchanged until every plan made from them has been answered.
     """
 
     start_token: int

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvtier.types import MissReason, Tier
 
@@ -61,6 +61,16 @@ class TierCounters:
     evicted_chunks: int = 0
     refused_chunks: Counter[MissReason] = field(default_factory=Counter)
     io_errors: int = 0
+
+    def copy(self) -> TierCounters:
+        """Return a snapshot that later counting does not change."""
+        return replace(
+            self,
+            miss_tokens=self.miss_tokens.copy(),
+            refused_chunks=self.refused_chunks.copy(),
+            read_latency=self.read_latency.copy(),
+            write_latency=self.write_latency.copy(),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,315 @@
+"""The façade that an engine embeds: owner of index, tiers and arena; never touches device memory.
+
+One lock guards everything here. It is held for bookkeeping only: I/O, checksums and copies run
+in other threads without it. No method waits for a tier.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from kvtier.cache.epochs import Epochs
+from kvtier.cache.executor import Executor
+from kvtier.cache.fill import Filler
+from kvtier.cache.load import Load, LoadContext
+from kvtier.cache.lookup import Lookup, Shapes
+from kvtier.cache.match import Pending, Ready
+from kvtier.cache.opener import DiskOpener
+from kvtier.cache.planner import check_blocks
+from kvtier.cache.plans import OpenPlans
+from kvtier.cache.sequence import Sequence
+from kvtier.cache.store import Storer
+from kvtier.cache.writeout import Writeout
+from kvtier.clock import SystemClock
+from kvtier.config import CacheConfig
+from kvtier.constants import CLOSE_DEADLINE_S_DEFAULT, HOUSEKEEPING_S, IO_THREADS_DEFAULT
+from kvtier.interfaces import BlockCodec, Clock
+from kvtier.keys import namespace_digest
+from kvtier.obs.stats import CacheStats, TierCounters, TierStats
+from kvtier.registry import codecs, policies
+from kvtier.tiers.arena import Arena, ArenaHandle
+from kvtier.tiers.disk.files import LocalFiles
+from kvtier.tiers.disk.shard_files import FileSystem, ShardFiles
+from kvtier.tiers.disk.tier import DiskRecord, DiskTier
+from kvtier.tiers.dram import DramRecord, DramTier
+from kvtier.types import Blocks, Features, Namespace, Plan, Result, Tier
+
+_FEATURES = Features()
+
+
+class Cache:
+    """Tiers below one engine's HBM. Any thread may call; no call waits for a tier."""
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        *,
+        clock: Clock | None = None,
+        files: FileSystem | None = None,
+    ) -> None:
+        """Map and touch the arena (about a second per 4 GiB) and begin to open the disk.
+
+        Raises ``ConfigError`` for settings that cannot be, ``RegistryError`` for an unknown
+        policy or codec. A disk that cannot be used is no error: the tier is degraded, and tried
+        again. ``files`` stands in for the operating system's file system.
+        """
+        codec: BlockCodec = codecs.load(config.codec)()
+        policy = policies.load(config.policy)
+        self._config = config
+        self._clock = clock or SystemClock()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._counters = {Tier.DRAM: TierCounters(), Tier.DISK: TierCounters()}
+        self._epochs = Epochs()
+        self._loads: set[Load] = set()
+        self._plans = OpenPlans()
+        self._arena = Arena(config.dram_bytes, slab_bytes=config.slab_bytes, shared=config.shared)
+        self._dram = DramTier(self._arena, policy, self._clock, self._left_dram)
+        self._executor = Executor(
+            self._clock, read_threads=IO_THREADS_DEFAULT, tick=self._tick, tick_s=HOUSEKEEPING_S
+        )
+        self._disk: DiskTier | None = None
+        self._filler: Filler | None = None
+        self._writeout: Writeout | None = None
+        self._opener: DiskOpener | None = None
+        if config.disk is not None:
+            durability = config.disk.durability
+            shard_files = ShardFiles(config.disk.path, durability, files or LocalFiles())
+            self._disk = DiskTier(config.disk, shard_files, policy, self._clock, self._left_disk)
+            work = (self._executor, self._lock, self._counters[Tier.DISK])
+            tiers = (self._dram, self._disk, shard_files)
+            self._filler = Filler(*tiers, *work, self._clock)
+            self._writeout = Writeout(*tiers, *work, self._clock, config.disk.mode)
+            self._opener = DiskOpener(
+                self._disk, shard_files, *work, self._epochs, self._clock, durability
+            )
+        self._pending_until = self._clock.now() + config.pending_deadline_s
+        self._shapes = Shapes(codec)
+        self._lookup = Lookup(self._dram, self._disk, self._filler, self._shapes, self._counters)
+        self._storer = Storer(
+            self._dram,
+            self._disk,
+            self._writeout,
+            self._shapes,
+            self._plans,
+            self._counters[Tier.DRAM],
+            self._clock,
+            codec.name,
+            config.workers,
+        )
+        self._context = LoadContext(
+            dram=self._dram,
+            disk=self._disk,
+            filler=self._filler,
+            lock=self._lock,
+            clock=self._clock,
+            workers=config.workers,
+            counters=self._counters,
+            plans=self._plans,
+        )
+        self._executor.start()
+
+    @property
+    def arena(self) -> memoryview:
+        """The arena's memory, for workers in this process; valid until ``close``."""
+        return self._arena.memory
+
+    @property
+    def arena_handle(self) -> ArenaHandle:
+        """How workers in other processes map the arena. The config must say ``shared``."""
+        assert self._arena.handle is not None, "the arena is not shared"
+        return self._arena.handle
+
+    def sequence(self, namespace: Namespace, *, features: Features = _FEATURES) -> Sequence:
+        """Begin to hash a request's tokens under the namespace's present epoch."""
+        with self._lock:
+            root = self._root(namespace)
+        return Sequence(namespace, root, features=features)
+
+    def match(self, sequence: Sequence) -> Ready | Pending:
+        """Look up the longest usable prefix. Pins and counts nothing.
+
+        ``Pending`` only while the disk is being opened and within the configured deadline.
+        """
+        with self._lock:
+            disk = self._disk
+            if disk is not None and not disk.opened and disk.state[0] == "opening":
+                now = self._clock.now()
+                if now < self._pending_until and not self._closed:
+                    return Pending(self._pending_until)
+            if self._closed or not self._current(sequence):
+                return Ready(sequence, ())
+            return Ready(sequence, self._lookup.hits(sequence))
+
+    def note_admission(self, match: Ready, start_token: int, end_token: int) -> None:
+        """Count one admitted request's lookup and touch what it found; once per request.
+
+        The engine has tokens up to ``start_token`` in HBM and asked for those up to
+        ``end_token``. Only whole chunks count. Hits are counted by the load, when they are real.
+        """
+        with self._lock:
+            self._lookup.count(match, start_token, end_token)
+            self._lookup.touch(match)
+
+    def begin_load(
+        self, match: Ready, blocks: Blocks, *, deadline: float | None = None
+    ) -> Load | None:
+        """Begin to bring the match's tokens into the engine's blocks, as far as they cover it.
+
+        Only these blocks are written, whole blocks of them. ``deadline`` is a clock instant; by
+        default it follows from the config. None when there is nothing to load. Raises
+        ``LayoutError`` for blocks that do not fit the layout.
+        """
+        layout = match.sequence.namespace.layout
+        check_blocks(layout, blocks)
+        if deadline is None:
+            deadline = self._clock.now() + self._config.load_deadline_s
+        with self._lock:
+            if self._closed or not self._current(match.sequence):
+                return None
+            load = Load(self._context, match, self._shapes.of(layout), blocks, deadline)
+            if load.empty:
+                return None
+            self._loads = {active for active in self._loads if active.outcome is None}
+            self._loads.add(load)
+            load.pin()
+            self._lookup.touch(match)
+        return load
+
+    def begin_store(self, sequence: Sequence, chunks: range, blocks: Blocks) -> Plan | None:
+        """Order complete chunks out of the engine's blocks, skipping what is held already.
+
+        ``blocks`` begin at the first token of ``chunks.start`` and cover all of ``chunks``; the
+        engine leaves them alone until ``store_done``. None when nothing is left to do or the
+        cache refuses (no room, too much under way). Raises ``LayoutError`` for blocks that do not
+        fit the layout.
+        """
+        check_blocks(sequence.namespace.layout, blocks)
+        assert chunks.stop <= len(sequence.chunk_keys), "only complete chunks are stored"
+        with self._lock:
+            if self._closed or not self._current(sequence):
+                return None
+            return self._storer.begin(sequence, chunks, blocks)
+
+    def store_done(self, plan_id: int) -> bool:
+        """Tell whether every worker has answered a store, so that its blocks may be reused."""
+        with self._lock:
+            return not self._plans.is_open(plan_id)
+
+    def finish(self, results: Iterable[Result]) -> None:
+        """Take the workers' answers. A plan counts only when all of its workers did all of it."""
+        with self._lock:
+            for result in results:
+                self._plans.answer(result)
+            if self._writeout is not None:
+                self._writeout.pump()
+
+    def lose_worker(self, worker: int) -> None:
+        """Answer everything that a dead worker owes as failed."""
+        with self._lock:
+            self._plans.lose(worker)
+
+    def invalidate(self, namespace: Namespace) -> int:
+        """Make everything stored under a namespace unreachable, at once; return the new epoch.
+
+        Blocks while the epoch is written to disk. Raises ``TierUnavailableError`` when it could
+        not be: then it holds for this process, and is written when the disk comes back.
+        """
+        base = namespace_digest(namespace)
+        with self._lock:
+            epoch = self._epochs.advance(base)
+        if self._opener is not None:
+            self._opener.save_epochs()
+        return epoch
+
+    def stats(self) -> CacheStats:
+        """Count everything, now."""
+        with self._lock:
+            tiers = [self._dram_stats()]
+            if self._disk is not None:
+                tiers.append(self._disk_stats(self._disk))
+            writeout = self._writeout
+            return CacheStats(
+                tiers=tuple(tiers),
+                loads_inflight=sum(load.outcome is None for load in self._loads),
+                stores_inflight=self._storer.inflight_count,
+                writes_queued=writeout.dirty_count + writeout.inflight_count if writeout else 0,
+                late_jobs=self._filler.late_count if self._filler else 0,
+            )
+
+    def check_integrity(self) -> None:
+        """Raise ``AssertionError`` where the books do not agree with themselves."""
+        with self._lock:
+            self._dram.check_integrity()
+            if self._disk is not None:
+                self._disk.check_integrity()
+
+    def close(self, *, timeout_s: float = CLOSE_DEADLINE_S_DEFAULT) -> None:
+        """Write out what is dirty as far as time allows, end the threads, unmap the arena.
+
+        The engine has stopped its workers. A second call does nothing.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._writeout is not None:
+                self._writeout.flush()
+        self._executor.close(timeout_s)
+        if self._opener is not None:
+            self._opener.close()
+        with self._lock:
+            self._arena.close()
+
+    def _root(self, namespace: Namespace) -> bytes:
+        base = namespace_digest(namespace)
+        epoch = self._epochs.get(base)
+        return namespace_digest(namespace, epoch) if epoch else base
+
+    def _current(self, sequence: Sequence) -> bool:
+        """Tell whether a sequence's namespace is still in the epoch in which it began."""
+        return sequence.root == self._root(sequence.namespace)
+
+    def _dram_stats(self) -> TierStats:
+        return TierStats(
+            tier=Tier.DRAM,
+            state="ok",
+            detail="",
+            capacity_bytes=self._dram.capacity_bytes,
+            used_bytes=self._dram.used_bytes,
+            chunks=len(self._dram.index),
+            pinned_chunks=self._dram.index.pinned_count,
+            quarantined_files=0,
+            counters=self._counters[Tier.DRAM].copy(),
+        )
+
+    def _disk_stats(self, disk: DiskTier) -> TierStats:
+        state, detail = disk.state
+        return TierStats(
+            tier=Tier.DISK,
+            state=state,
+            detail=detail,
+            capacity_bytes=disk.capacity_bytes,
+            used_bytes=disk.used_bytes,
+            chunks=len(disk.index),
+            pinned_chunks=disk.index.pinned_count,
+            quarantined_files=disk.quarantined_count,
+            counters=self._counters[Tier.DISK].copy(),
+        )
+
+    def _left_dram(self, record: DramRecord) -> None:
+        self._counters[Tier.DRAM].evicted_chunks += 1
+        if self._writeout is not None:
+            self._writeout.drop(record.entry.key)
+
+    def _left_disk(self, record: DiskRecord) -> None:
+        del record
+        self._counters[Tier.DISK].evicted_chunks += 1
+
+    def _tick(self) -> None:
+        with self._lock:
+            if self._opener is not None:
+                self._opener.tick()
+            if self._writeout is not None:
+                self._writeout.pump()

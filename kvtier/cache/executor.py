@@ -1,0 +1,210 @@
+"""Runs blocking work beside the scheduler, with deadlines: one loop that only coordinates.
+
+The loop's thread waits, counts and calls back; every copy, checksum and system call runs in a
+pool of plain threads. Those are daemon threads, because a read that hangs in the kernel must not
+keep the process from ending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from kvtier.errors import DeadlineError, KVTierError, TierError
+from kvtier.interfaces import Clock
+
+T = TypeVar("T")
+Fault = OSError | KVTierError
+
+_log = logging.getLogger("kvtier.executor")
+
+
+class ThreadPool:
+    """A fixed number of daemon threads over one queue. Work is bounded by whoever submits it."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True)
+            for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Run ``work`` in one of the threads. Its exception becomes the future's."""
+        future: Future[T] = Future()
+
+        def run_boundary() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._queue.put(run_boundary)
+        return future
+
+    def close(self, timeout_s: float) -> None:
+        """End the threads once the queue is worked off; leave those that hang behind."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work()
+
+
+class Executor:
+    """Owns the loop and the threads. Callbacks run in the loop's thread and must not block.
+
+    ``tick`` is called there every ``tick_s`` seconds. How much work is out is bounded by whoever
+    submits it.
+    """
+
+    def __init__(
+        self, clock: Clock, *, read_threads: int, tick: Callable[[], None], tick_s: float
+    ) -> None:
+        self._clock = clock
+        self._tick = tick
+        self._tick_s = tick_s
+        self._readers = ThreadPool("kvtier-read", read_threads)
+        # One writer: what a write displaces is unlinked before it, in the order of reservations.
+        self._writer = ThreadPool("kvtier-write", 1)
+        self._running: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, name="kvtier-loop", daemon=True)
+        self._closing = threading.Event()
+
+    def start(self) -> None:
+        """Begin to tick and to take work."""
+        self._thread.start()
+
+    def read(
+        self,
+        work: Callable[[], T],
+        done: Callable[[T | Fault], None],
+        *,
+        deadline: float,
+        late: Callable[[T | Fault], None],
+    ) -> None:
+        """Run blocking ``work``; report its value or its fault to ``done``.
+
+        At ``deadline`` (a clock instant) ``done`` gets a ``DeadlineError`` instead, and ``late``
+        gets what the work came to once it has ended after all. A bug in ``work`` is logged and
+        reported as a ``TierError``, so that whoever waits goes on.
+        """
+        self._start(self._readers, work, done, deadline, late)
+
+    def write(
+        self,
+        work: Callable[[], T],
+        done: Callable[[T | Fault], None],
+        *,
+        deadline: float,
+        late: Callable[[T | Fault], None],
+    ) -> None:
+        """As ``read``, in the writing thread: one after the other, in the order of the calls."""
+        self._start(self._writer, work, done, deadline, late)
+
+    def close(self, timeout_s: float) -> None:
+        """Stop ticking, wait for work as long as allowed (what it starts included), end."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        asyncio.run_coroutine_threadsafe(self._drain(timeout_s), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._readers.close(0.1)
+        self._writer.close(0.1)
+        self._loop.close()
+
+    def _start(
+        self,
+        pool: ThreadPool,
+        work: Callable[[], T],
+        done: Callable[[T | Fault], None],
+        deadline: float,
+        late: Callable[[T | Fault], None],
+    ) -> None:
+        future = pool.submit(work)
+
+        def begin() -> None:
+            task = self._loop.create_task(self._watch(future, done, deadline, late))
+            self._running.add(task)
+            task.add_done_callback(self._ended)
+
+        self._loop.call_soon_threadsafe(begin)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a callback failed", exc_info=error)
+
+    async def _watch(
+        self,
+        future: Future[T],
+        done: Callable[[T | Fault], None],
+        deadline: float,
+        late: Callable[[T | Fault], None],
+    ) -> None:
+        waited = asyncio.wrap_future(future)
+        left_s = None if deadline == math.inf else max(0.0, deadline - self._clock.now())
+        await asyncio.wait({waited}, timeout=left_s)
+        if waited.done():
+            outcome = _outcome(waited)
+            done(outcome)
+            return
+        done(DeadlineError("no answer in time"))
+        await asyncio.wait({waited})
+        outcome = _outcome(waited)
+        late(outcome)
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        ticking = self._loop.create_task(self._keep_ticking())
+        self._loop.run_forever()
+        left = [*self._running, ticking]
+        for task in left:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+
+    async def _keep_ticking(self) -> None:
+        while not self._closing.is_set():
+            self._tick_boundary()
+            await asyncio.sleep(self._tick_s)
+
+    def _tick_boundary(self) -> None:
+        try:
+            self._tick()
+        except Exception:
+            _log.exception("housekeeping failed")
+
+    async def _drain(self, timeout_s: float) -> None:
+        end = self._loop.time() + timeout_s
+        # Let what was just submitted arrive, then follow whatever it starts in turn.
+        await asyncio.sleep(0)
+        while self._running and (left_s := end - self._loop.time()) > 0:
+            await asyncio.wait(
+                set(self._running), timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            await asyncio.sleep(0)
+
+
+def _outcome(future: asyncio.Future[T]) -> T | Fault:
+    error = future.exception()
+    if error is None:
+        return future.result()
+    if isinstance(error, OSError | KVTierError):
+        return error
+    _log.error("storage work failed", exc_info=error)
+    failure = TierError(f"storage work failed: {error!r}")
+    failure.__cause__ = error
+    return failure

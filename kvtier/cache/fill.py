@@ -1,0 +1,166 @@
+"""Bringing one chunk from disk into DRAM, section by section, for however many loads want it."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtier.cache.executor import Executor, Fault
+from kvtier.cache.planner import ChunkShape
+from kvtier.constants import LATE_JOBS_MAX
+from kvtier.errors import DeadlineError, ShardError
+from kvtier.interfaces import Clock
+from kvtier.obs.stats import TierCounters
+from kvtier.tiers.disk.shard_files import Expected, ShardFiles
+from kvtier.tiers.disk.tier import DiskPlace, DiskRecord, DiskTier
+from kvtier.tiers.dram import DramRecord, DramTier
+from kvtier.tiers.index import Lease
+from kvtier.types import ChunkKey, Entry, MissReason, ShardId
+
+
+@dataclass(slots=True, eq=False)
+class Fill:
+    """A chunk on its way. ``verified`` counts, per shard, the sections that may be used.
+
+    Whoever uses the record pins it for itself; the fill keeps its own pin until its I/O has
+    ended, also after its deadline, so no slot is given away while the kernel may write to it.
+    """
+
+    record: DramRecord
+    source: DiskRecord
+    source_lease: Lease[DiskPlace]
+    verified: dict[ShardId, int]
+    started: float
+    failure: MissReason | None = None
+    failed_shard: ShardId | None = None
+
+
+class Filler:
+    """Starts fills and settles them. Used under the cache's lock, which its callbacks take."""
+
+    def __init__(
+        self,
+        dram: DramTier,
+        disk: DiskTier,
+        files: ShardFiles,
+        executor: Executor,
+        lock: threading.Lock,
+        counters: TierCounters,
+        clock: Clock,
+    ) -> None:
+        self._dram = dram
+        self._disk = disk
+        self._files = files
+        self._executor = executor
+        self._lock = lock
+        self._counters = counters
+        self._clock = clock
+        self._running: dict[ChunkKey, Fill] = {}
+        self.late_count = 0
+
+    def running(self, key: ChunkKey) -> Fill | None:
+        """Return the fill of a chunk that is under way, for another load to follow."""
+        return self._running.get(key)
+
+    def available(self) -> bool:
+        """Tell whether the disk may be asked: it is well and few of its answers are overdue."""
+        return self._disk.readable() and self.late_count < LATE_JOBS_MAX
+
+    def start(self, source: DiskRecord, shape: ChunkShape, deadline: float) -> Fill | None:
+        """Read a chunk into DRAM until ``deadline``. None: no room beside what is pinned."""
+        origin = source.entry
+        entry = Entry(origin.key, origin.parent, shape.chunk_bytes, origin.position)
+        record = self._dram.reserve(entry, source.namespace, source.codec, shape.sizes)
+        if record is None:
+            return None
+        lease = self._disk.index.lease([source])
+        fill = Fill(record, source, lease, dict.fromkeys(shape.layouts, 0), self._clock.now())
+        self._running[entry.key] = fill
+        self._executor.read(
+            self._reading(fill, shape),
+            lambda outcome: self._settle(fill, outcome),
+            deadline=deadline,
+            late=lambda _: self._end_late(fill),
+        )
+        return fill
+
+    def _reading(self, fill: Fill, shape: ChunkShape) -> Callable[[], None]:
+        """Return the blocking work of a fill; it owns the slots until it ends."""
+        jobs = [
+            (
+                place.path,
+                self._dram.arena.view(fill.record.places[shard]),
+                Expected(
+                    chunk=fill.record.entry.key,
+                    shard=shard,
+                    namespace=fill.record.namespace,
+                    codec=fill.record.codec,
+                    layout=shape.layouts[shard],
+                    geometry=shape.geometries[shard],
+                ),
+            )
+            for shard, place in fill.source.places.items()
+        ]
+
+        def read_shards() -> None:
+            for path, slot, expected in jobs:
+                if fill.failure is not None:  # Overdue: nobody wants the rest.
+                    return
+
+                def progress(sections: int, shard: ShardId = expected.shard) -> None:
+                    with self._lock:
+                        fill.verified[shard] = sections
+
+                try:
+                    self._files.read(path, slot, expected, progress)
+                except ShardError:
+                    fill.failed_shard = expected.shard
+                    raise
+
+        return read_shards
+
+    def _settle(self, fill: Fill, outcome: Fault | None) -> None:
+        with self._lock:
+            del self._running[fill.record.entry.key]
+            if isinstance(outcome, DeadlineError):
+                fill.failure = MissReason.DEADLINE
+                self.late_count += 1
+                self._disk.read_failed(outcome)
+                self._dram.abandon(fill.record)
+                return
+            if outcome is None:
+                self._disk.read_succeeded()
+                self._counters.read_bytes += fill.source.entry.nbytes
+                self._counters.read_latency.observe(self._clock.now() - fill.started)
+                self._dram.commit(fill.record)
+            else:
+                fill.failure = self._blame(fill, outcome)
+                self._dram.abort(fill.record)
+            fill.source_lease.release()
+
+    def _blame(self, fill: Fill, fault: Fault) -> MissReason:
+        """Say why a read failed and make the disk tier draw its conclusion."""
+        gone = isinstance(fault, OSError) and fault.errno == errno.ENOENT
+        held = self._disk.index.get(fill.source.entry.key) is fill.source
+        if isinstance(fault, ShardError):
+            self._disk.read_succeeded()
+            self._counters.corrupt_shards += 1
+            if held and fill.failed_shard is not None:
+                self._disk.condemn(fill.source, fill.failed_shard)
+            return MissReason.CORRUPT
+        if held and gone:
+            self._disk.forget(fill.source)
+        if gone and self._files.attached():
+            return MissReason.ABSENT
+        self._counters.io_errors += 1
+        self._disk.read_failed(fault)
+        return MissReason.IO_ERROR
+
+    def _end_late(self, fill: Fill) -> None:
+        """The overdue I/O has ended: its slots may be used for something else."""
+        with self._lock:
+            self.late_count -= 1
+            self._dram.index.unpin(fill.record)
+            fill.source_lease.release()

@@ -1,0 +1,306 @@
+"""One request's load: chunks pass from their tier through DRAM slots into the engine's blocks.
+
+::
+
+    piece   waiting ──► coming (disk to DRAM) ──► ordered (plans out) ──► complete
+               └───────────────┴───────── failed ──────┘
+    prefix  [ complete | complete | complete | failed | whatever comes after does not count ]
+
+DRAM chunks are pinned when the load begins. Disk chunks are pinned there and brought up a few at
+a time, so a load may be larger than the room in DRAM. A piece gives its pins back when it is
+complete.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from kvtier.cache.fill import Fill, Filler
+from kvtier.cache.match import Ready
+from kvtier.cache.planner import ChunkShape, chunk_groups, chunk_tokens_covered, load_moves
+from kvtier.cache.plans import OpenPlans
+from kvtier.constants import LOAD_CHUNKS_INFLIGHT_MAX
+from kvtier.interfaces import Clock
+from kvtier.obs.stats import TierCounters
+from kvtier.tiers.disk.tier import DiskPlace, DiskTier
+from kvtier.tiers.dram import DramRecord, DramTier
+from kvtier.tiers.index import Lease
+from kvtier.types import (
+    Blocks,
+    ChunkKey,
+    Direction,
+    LoadOutcome,
+    Miss,
+    MissReason,
+    Move,
+    Placement,
+    Plan,
+    ShardId,
+    Slot,
+    Tier,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadContext:
+    """What every load of a cache shares."""
+
+    dram: DramTier
+    disk: DiskTier | None
+    filler: Filler | None
+    lock: threading.Lock
+    clock: Clock
+    workers: tuple[Placement, ...]
+    counters: dict[Tier, TierCounters]
+    plans: OpenPlans
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """One chunk of the load."""
+
+    chunk: int
+    key: ChunkKey
+    tokens: range
+    groups: frozenset[int]
+    tier: Tier = Tier.DRAM
+    record: DramRecord | None = None
+    dram_lease: Lease[Slot] | None = None
+    disk_lease: Lease[DiskPlace] | None = None
+    fill: Fill | None = None
+    ordered: dict[ShardId, int] = field(default_factory=dict)
+    plans_out: int = 0
+    complete: bool = False
+
+    def release(self) -> None:
+        """Give the pins back."""
+        for lease in (self.dram_lease, self.disk_lease):
+            if lease is not None:
+                lease.release()
+
+
+class Load:
+    """A load under way. ``poll`` it, hand its plans to the workers, until ``outcome`` is set.
+
+    The engine keeps the blocks allocated until then, also after ``cancel``. Any thread may call.
+    """
+
+    def __init__(
+        self, context: LoadContext, match: Ready, shape: ChunkShape, blocks: Blocks, deadline: float
+    ) -> None:
+        self._context = context
+        self._match = match
+        self._shape = shape
+        self._blocks = blocks
+        self._deadline = deadline
+        self._layout = match.sequence.namespace.layout
+        self._pieces = self._cut_pieces()
+        self._failed_at = len(self._pieces)
+        self._failure: MissReason | None = None
+        self._outcome: LoadOutcome | None = None
+
+    @property
+    def outcome(self) -> LoadOutcome | None:
+        """What came of it; None while a piece or a plan is still out."""
+        return self._outcome
+
+    @property
+    def empty(self) -> bool:
+        """True when the blocks cover nothing of the match."""
+        return not self._pieces
+
+    def poll(self) -> list[Plan]:
+        """Go on as far as possible without waiting; return the plans that became ready."""
+        with self._context.lock:
+            if self._outcome is not None:
+                return []
+            if self._context.clock.now() >= self._deadline:
+                self._fail_rest(MissReason.DEADLINE)
+            self._bring()
+            plans = self._order()
+            self._settle()
+            return plans
+
+    def cancel(self) -> None:
+        """Order nothing more. ``outcome`` follows when the workers have answered what is out."""
+        with self._context.lock:
+            if self._outcome is None:
+                self._fail_from(0, MissReason.CANCELLED)
+                self._settle()
+
+    def pin(self) -> None:
+        """Pin what the match found, as far as it is still there; under the cache's lock."""
+        for index, piece in enumerate(self._pieces):
+            record = self._context.dram.index.ready(piece.key)
+            source = self._context.disk.index.ready(piece.key) if self._context.disk else None
+            if record is not None:
+                self._hold(piece, record)
+            elif source is not None and self._context.disk is not None:
+                piece.tier = Tier.DISK
+                piece.disk_lease = self._context.disk.index.lease([source])
+            elif self._running_fill(piece.key) is not None:
+                piece.tier = Tier.DISK
+            else:
+                self._fail_from(index, MissReason.ABSENT)
+                break
+
+    def _cut_pieces(self) -> list[_Piece]:
+        hits = self._match.hits
+        pieces = (
+            _Piece(
+                chunk=index,
+                key=hit.key,
+                tokens=chunk_tokens_covered(self._layout, index, self._blocks),
+                groups=chunk_groups(self._layout, index, len(hits)),
+            )
+            for index, hit in enumerate(hits)
+        )
+        return [piece for piece in pieces if piece.tokens and piece.groups]
+
+    def _hold(self, piece: _Piece, record: DramRecord) -> None:
+        piece.record = record
+        piece.dram_lease = self._context.dram.index.lease([record])
+        piece.ordered = dict.fromkeys(
+            (s for s in self._shape.layouts if s.group in piece.groups), 0
+        )
+
+    def _running_fill(self, key: ChunkKey) -> Fill | None:
+        return self._context.filler.running(key) if self._context.filler else None
+
+    def _bring(self) -> None:
+        """Start the next chunks on their way up, in order, a few at a time."""
+        coming = 0
+        for index, piece in enumerate(self._pieces[: self._failed_at]):
+            if piece.fill is not None and piece.fill.failure is not None:
+                self._fail_from(index, piece.fill.failure)
+                return
+            if piece.tier is Tier.DRAM or piece.complete:
+                continue
+            coming += 1
+            if coming > LOAD_CHUNKS_INFLIGHT_MAX:
+                return
+            if piece.record is None and not self._bring_piece(index, piece):
+                return
+
+    def _bring_piece(self, index: int, piece: _Piece) -> bool:
+        """Find or start what brings a piece into DRAM; False when it has to wait or has failed."""
+        filler, disk = self._context.filler, self._context.disk
+        assert filler is not None, "a disk piece without a disk"
+        assert disk is not None, "a disk piece without a disk"
+        record = self._context.dram.index.ready(piece.key)
+        if record is not None:
+            self._hold(piece, record)
+            return True
+        piece.fill = filler.running(piece.key)
+        if piece.fill is None:
+            source = disk.index.ready(piece.key)
+            if source is None or not filler.available():
+                gone = source is None
+                self._fail_from(index, MissReason.ABSENT if gone else MissReason.UNAVAILABLE)
+                return False
+            if self._context.dram.index.get(piece.key) is not None:
+                return False  # A store of the same chunk is under way; its record comes soon.
+            piece.fill = filler.start(source, self._shape, self._deadline)
+        if piece.fill is None:
+            return False  # No room now; earlier pieces give theirs back.
+        self._hold(piece, piece.fill.record)
+        return True
+
+    def _order(self) -> list[Plan]:
+        """Make one plan of all sections that are verified and not ordered yet."""
+        moves: list[Move] = []
+        pieces: list[_Piece] = []
+        for piece in self._pieces[: self._failed_at]:
+            if piece.record is None or piece.complete:
+                continue
+            ready = {shard: self._ready_sections(piece, shard) for shard in piece.ordered}
+            if not any(ready.values()):
+                continue
+            places = piece.record.places
+            moves += load_moves(
+                self._layout,
+                self._shape,
+                self._context.workers,
+                chunk=piece.chunk,
+                groups=piece.groups,
+                blocks=self._blocks,
+                slots=places.__getitem__,
+                sections=ready.__getitem__,
+            )
+            for shard, sections in ready.items():
+                piece.ordered[shard] = max(piece.ordered[shard], sections.stop)
+            piece.plans_out += 1
+            pieces.append(piece)
+        if not moves:
+            return []
+        plan = Plan(
+            plan_id=self._context.plans.new_id(),
+            direction=Direction.LOAD,
+            codec=pieces[0].record.codec if pieces[0].record else "",
+            deadline=self._deadline,
+            moves=tuple(moves),
+        )
+        self._context.plans.open(plan, lambda reason: self._answered(pieces, reason))
+        return [plan]
+
+    def _ready_sections(self, piece: _Piece, shard: ShardId) -> range:
+        total = self._shape.layouts[shard].sections
+        verified = total if piece.fill is None else piece.fill.verified[shard]
+        return range(piece.ordered[shard], verified)
+
+    def _answered(self, pieces: list[_Piece], reason: MissReason | None) -> None:
+        for piece in pieces:
+            piece.plans_out -= 1
+            if reason is not None:
+                self._fail_from(self._pieces.index(piece), reason)
+        self._settle()
+
+    def _fail_rest(self, reason: MissReason) -> None:
+        """Fail from the first piece of which something is still to be ordered."""
+        for index, piece in enumerate(self._pieces[: self._failed_at]):
+            if not piece.complete and not self._all_ordered(piece):
+                self._fail_from(index, reason)
+                return
+
+    def _fail_from(self, index: int, reason: MissReason) -> None:
+        if index < self._failed_at:
+            self._failed_at = index
+            self._failure = reason
+
+    def _all_ordered(self, piece: _Piece) -> bool:
+        return piece.record is not None and all(
+            count == self._shape.layouts[shard].sections for shard, count in piece.ordered.items()
+        )
+
+    def _settle(self) -> None:
+        """Release what is over; set the outcome when everything is."""
+        for index, piece in enumerate(self._pieces):
+            if piece.plans_out or piece.complete:
+                continue
+            if index >= self._failed_at or self._all_ordered(piece):
+                piece.complete = index < self._failed_at
+                piece.release()
+        open_pieces = self._pieces[: self._failed_at]
+        if all(p.complete for p in open_pieces) and not any(p.plans_out for p in self._pieces):
+            for piece in self._pieces:
+                piece.release()
+            self._outcome = self._conclude()
+
+    def _conclude(self) -> LoadOutcome:
+        brought, lost = self._pieces[: self._failed_at], self._pieces[self._failed_at :]
+        start = self._blocks.start_token
+        end = start
+        by_tier: dict[Tier, int] = {}
+        for piece in brought:
+            by_tier[piece.tier] = by_tier.get(piece.tier, 0) + len(piece.tokens)
+            end = piece.chunk * self._layout.chunk_tokens + piece.tokens.stop
+        misses: tuple[Miss, ...] = ()
+        if lost and self._failure is not None:
+            tokens = sum(len(piece.tokens) for piece in lost)
+            misses = (Miss(lost[0].tier, self._failure, tokens),)
+        for tier, tokens in by_tier.items():
+            self._context.counters[tier].hit_tokens += tokens
+        for miss in misses:
+            self._context.counters[miss.tier].miss_tokens[miss.reason] += miss.tokens
+        return LoadOutcome(start, end, by_tier, misses)

@@ -1,0 +1,115 @@
+"""Opening the disk tier in the background, again and again until it works, and its upkeep."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+
+from kvtier.cache.epochs import Epochs
+from kvtier.cache.executor import Executor, Fault
+from kvtier.config import Durability
+from kvtier.constants import GROUP_COMMIT_S
+from kvtier.errors import TierUnavailableError
+from kvtier.interfaces import Clock
+from kvtier.obs.stats import TierCounters
+from kvtier.tiers.disk.epoch_file import load_epochs, save_epochs
+from kvtier.tiers.disk.shard_files import Found, ShardFiles
+from kvtier.tiers.disk.tier import DiskTier
+
+_log = logging.getLogger("kvtier.disk")
+
+
+class DiskOpener:
+    """Brings the disk tier up and keeps its group commits. ``tick`` under the cache's lock."""
+
+    def __init__(
+        self,
+        disk: DiskTier,
+        files: ShardFiles,
+        executor: Executor,
+        lock: threading.Lock,
+        counters: TierCounters,
+        epochs: Epochs,
+        clock: Clock,
+        durability: Durability,
+    ) -> None:
+        self._disk = disk
+        self._files = files
+        self._executor = executor
+        self._lock = lock
+        self._counters = counters
+        self._epochs = epochs
+        self._clock = clock
+        self._groups = durability is Durability.BATCH
+        self._saving = threading.Lock()
+        self._busy = False
+        self._next_commit = clock.now()
+
+    def tick(self) -> None:
+        """Start an open or a group commit when one is due."""
+        if self._busy:
+            return
+        if self._disk.open_due():
+            self._busy = True
+            self._executor.write(
+                self._open, self._settle_open, deadline=math.inf, late=self._settle_open
+            )
+        elif self._groups and self._disk.opened and self._clock.now() >= self._next_commit:
+            self._busy = True
+            self._executor.write(
+                self._files.commit_group,
+                self._settle_commit,
+                deadline=math.inf,
+                late=self._settle_commit,
+            )
+
+    def save_epochs(self) -> None:
+        """Write the present epochs; blocks. Raises ``TierUnavailableError``."""
+        # Not the cache's lock: that is never held over I/O. A later snapshot is never overtaken.
+        with self._saving:
+            with self._lock:
+                opened = self._disk.opened
+                epochs, floor = self._epochs.snapshot()
+            if not opened:
+                raise TierUnavailableError("the disk tier is not open; the epoch is kept in memory")
+            try:
+                save_epochs(self._files.root, epochs, floor)
+            except OSError as error:
+                raise TierUnavailableError(f"epochs: {error}") from error
+
+    def close(self) -> None:
+        """Commit the last group and let the directory go; after the executor has ended."""
+        try:
+            if self._groups:
+                self._files.commit_group()
+        except OSError as error:
+            _log.warning("the last group was not synced: %s", error)
+        self._files.close()
+
+    def _open(self) -> Found:
+        found = self._files.open()
+        epochs, floor = load_epochs(self._files.root)
+        with self._lock:
+            newer_here = self._epochs.merge(epochs, floor)
+            known = self._epochs.snapshot()
+        if newer_here:
+            save_epochs(self._files.root, *known)
+        return found
+
+    def _settle_open(self, outcome: Found | Fault) -> None:
+        with self._lock:
+            self._busy = False
+            if isinstance(outcome, Found):
+                self._counters.corrupt_shards += outcome.corrupt_count
+                self._disk.adopt(outcome)
+                _log.info("disk tier open: %d chunks", len(self._disk.index))
+            else:
+                self._disk.open_failed(outcome)
+
+    def _settle_commit(self, outcome: Fault | None) -> None:
+        with self._lock:
+            self._busy = False
+            self._next_commit = self._clock.now() + GROUP_COMMIT_S
+            if outcome is not None:
+                self._disk.write_failed(outcome)

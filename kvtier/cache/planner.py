@@ -1,0 +1,258 @@
+"""Which chunks are usable and which bytes move where. Pure: no I/O, no lock, no clock, no state.
+
+::
+
+    tokens      0 ─────────── 256 ─────────── 512 ─────────── 768
+    chunks      |      0       |       1       |       2       |
+    blocks         start_token ▼───────────────────────▼ end of the blocks
+    moves                      [part of 0][  all of 1 ][part of 2]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from kvtier.codecs.sections import aligned_bytes
+from kvtier.errors import LayoutError
+from kvtier.interfaces import BlockCodec
+from kvtier.layout import check_block_tokens, head_group_owner, head_range, shard_ids, shard_layout
+from kvtier.shard_format import ShardGeometry, shard_geometry
+from kvtier.types import (
+    Blocks,
+    GroupKind,
+    HeadSlice,
+    KVLayout,
+    Move,
+    Placement,
+    ShardId,
+    ShardLayout,
+    Slot,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkShape:
+    """The shards of every full chunk of a layout: their shapes and where their bytes lie."""
+
+    layouts: dict[ShardId, ShardLayout]
+    geometries: dict[ShardId, ShardGeometry]
+
+    @property
+    def sizes(self) -> dict[ShardId, int]:
+        """Slot and file sizes in bytes."""
+        return {shard: geometry.shard_bytes for shard, geometry in self.geometries.items()}
+
+    @property
+    def chunk_bytes(self) -> int:
+        """All shards of one chunk."""
+        return sum(geometry.shard_bytes for geometry in self.geometries.values())
+
+
+def chunk_shape(layout: KVLayout, codec: BlockCodec) -> ChunkShape:
+    """Return the shape of a layout's chunks under a codec."""
+    layouts = {shard: shard_layout(layout, shard) for shard in shard_ids(layout)}
+    geometries = {
+        shard: shard_geometry([codec.section_bytes(shape, s) for s in range(shape.sections)])
+        for shard, shape in layouts.items()
+    }
+    for shard, shape in layouts.items():
+        sizes = [codec.section_bytes(shape, s) for s in range(shape.sections)]
+        packed = sum(aligned_bytes(nbytes) for nbytes in sizes)
+        geometry = geometries[shard]
+        assert geometry.shard_bytes == geometry.header_bytes + packed, "two rules for one layout"
+    return ChunkShape(layouts, geometries)
+
+
+@lru_cache(maxsize=256)
+def chunk_groups(layout: KVLayout, chunk: int, chunk_count: int) -> frozenset[int]:
+    """Return the KV groups of chunk ``chunk`` that a prefix of ``chunk_count`` chunks needs.
+
+    Full and latent groups need every chunk, window groups those that overlap their last window.
+    """
+    end = chunk_count * layout.chunk_tokens
+    return frozenset(
+        index
+        for index, group in enumerate(layout.groups)
+        if group.kind is not GroupKind.WINDOW
+        or (chunk + 1) * layout.chunk_tokens > end - group.window_tokens
+    )
+
+
+def usable_chunks(layout: KVLayout, present: Sequence[frozenset[int]]) -> int:
+    """Return the longest prefix, in chunks, whose needed KV groups are all present.
+
+    ``present[i]`` holds the groups of chunk i that one of the tiers has whole.
+    """
+    windows = any(group.kind is GroupKind.WINDOW for group in layout.groups)
+    if not windows:
+        groups = frozenset(range(len(layout.groups)))
+        return next((i for i, held in enumerate(present) if not groups <= held), len(present))
+    return next(
+        (
+            count
+            for count in range(len(present), 0, -1)
+            if all(chunk_groups(layout, i, count) <= present[i] for i in range(count))
+        ),
+        0,
+    )
+
+
+def present_groups(layout: KVLayout, shards: Iterable[ShardId]) -> frozenset[int]:
+    """Return the KV groups of which all shards are among ``shards``."""
+    held = set(shards)
+    missing = {shard.group for shard in shard_ids(layout) if shard not in held}
+    return frozenset(range(len(layout.groups))) - missing
+
+
+def chunk_tokens_covered(layout: KVLayout, chunk: int, blocks: Blocks) -> range:
+    """Return the tokens of a chunk, counted within it, that the blocks cover."""
+    start = chunk * layout.chunk_tokens
+    covered = min(len(ids) for ids in blocks.block_ids) * blocks.block_tokens
+    low = max(blocks.start_token - start, 0)
+    high = min(blocks.start_token + covered - start, layout.chunk_tokens)
+    return range(low, max(low, high))
+
+
+def check_blocks(layout: KVLayout, blocks: Blocks) -> None:
+    """Raise ``LayoutError`` for blocks that do not fit the layout."""
+    check_block_tokens(layout, blocks.block_tokens)
+    if len(blocks.block_ids) != len(layout.groups):
+        raise LayoutError(
+            f"blocks for {len(blocks.block_ids)} KV groups; the layout has {len(layout.groups)}"
+        )
+    if blocks.start_token % blocks.block_tokens:
+        raise LayoutError(
+            f"start_token is {blocks.start_token}; it must be a multiple of {blocks.block_tokens}"
+        )
+
+
+def load_moves(
+    layout: KVLayout,
+    shape: ChunkShape,
+    workers: Sequence[Placement],
+    *,
+    chunk: int,
+    groups: frozenset[int],
+    blocks: Blocks,
+    slots: Callable[[ShardId], Slot],
+    sections: Callable[[ShardId], range],
+) -> list[Move]:
+    """Order the covered tokens of one chunk into the pools of the workers that need them.
+
+    ``sections(shard)`` says which sections are ready and not ordered yet; it may be empty.
+    """
+    return [
+        _move(layout, shape, worker, shard, heads, chunk, blocks, slots(shard), ready)
+        for worker in workers
+        for shard, heads in _readers_shards(layout, worker)
+        if shard.group in groups and (ready := sections(shard))
+    ]
+
+
+def store_moves(
+    layout: KVLayout,
+    shape: ChunkShape,
+    workers: Sequence[Placement],
+    *,
+    chunk: int,
+    blocks: Blocks,
+    slots: Callable[[ShardId], Slot],
+) -> list[Move]:
+    """Order one whole chunk out of the pools, each shard by the one worker that writes it.
+
+    Raises ``LayoutError`` when the workers do not make up whole shards.
+    """
+    writers = {
+        shard: worker for worker in reversed(workers) for shard in _writers_shards(layout, worker)
+    }
+    missing = [shard for shard in shape.layouts if shard not in writers]
+    if missing:
+        raise LayoutError(
+            f"no worker holds all of shard {tuple(missing[0])}; head_groups "
+            f"({layout.head_groups}) must be a multiple of the tensor-parallel degree"
+        )
+    return [
+        _move(
+            layout,
+            shape,
+            writers[shard],
+            shard,
+            _head_slice(layout, writers[shard], shard),
+            chunk,
+            blocks,
+            slots(shard),
+            range(shape.layouts[shard].sections),
+        )
+        for shard in shape.layouts
+    ]
+
+
+def _move(
+    layout: KVLayout,
+    shape: ChunkShape,
+    worker: Placement,
+    shard: ShardId,
+    heads: HeadSlice,
+    chunk: int,
+    blocks: Blocks,
+    slot: Slot,
+    sections: range,
+) -> Move:
+    tokens = chunk_tokens_covered(layout, chunk, blocks)
+    first_block = (chunk * layout.chunk_tokens + tokens.start - blocks.start_token) // (
+        blocks.block_tokens
+    )
+    count = len(tokens) // blocks.block_tokens
+    return Move(
+        worker=worker.worker,
+        shard=shard,
+        layout=shape.layouts[shard],
+        slot=slot,
+        payload_offset=shape.geometries[shard].header_bytes,
+        first_section=sections.start,
+        section_count=len(sections),
+        heads=heads,
+        pool_layer_start=0,
+        token_start=tokens.start,
+        token_count=len(tokens),
+        block_ids=blocks.block_ids[shard.group][first_block : first_block + count],
+    )
+
+
+def _pool_heads(kv_heads: int, worker: Placement) -> range:
+    return head_range(kv_heads, worker.tp_rank, worker.tp_size)
+
+
+def _shard_heads(layout: KVLayout, shard: ShardId) -> range:
+    return head_range(layout.groups[shard.group].kv_heads, shard.head_group, layout.head_groups)
+
+
+def _head_slice(layout: KVLayout, worker: Placement, shard: ShardId) -> HeadSlice:
+    pool = _pool_heads(layout.groups[shard.group].kv_heads, worker)
+    held = _shard_heads(layout, shard)
+    start, stop = max(pool.start, held.start), min(pool.stop, held.stop)
+    return HeadSlice(start - held.start, start - pool.start, stop - start)
+
+
+def _readers_shards(layout: KVLayout, worker: Placement) -> list[tuple[ShardId, HeadSlice]]:
+    slices = [
+        (shard, _head_slice(layout, worker, shard))
+        for shard in shard_ids(layout)
+        if shard.stage == worker.stage
+    ]
+    return [(shard, heads) for shard, heads in slices if heads.count > 0]
+
+
+def _writers_shards(layout: KVLayout, worker: Placement) -> list[ShardId]:
+    """Return the shards that a worker's pool holds whole, replicas included."""
+    return [
+        shard
+        for shard, heads in _readers_shards(layout, worker)
+        if heads.count == len(_shard_heads(layout, shard))
+        and head_group_owner(
+            layout.groups[shard.group].kv_heads, shard.head_group, layout.head_groups
+        )
+        == shard.head_group
+    ]

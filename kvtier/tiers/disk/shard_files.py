@@ -1,0 +1,271 @@
+"""Shards as files: names, whole writes, verified reads, quarantine. Blocking, without the lock.
+
+::
+
+    PATH/lock                          held by the one process that uses the directory
+    PATH/incoming/NAME                 being written; removed at the next open
+    PATH/shards/ab/KEY-GENERATION.kvs  whole shards; KEY is the shard key in hex, ab its start
+    PATH/quarantine/NAME               what failed verification, a bounded number of files
+
+A file gets its final name only when all of its bytes were accepted, and a name is never used
+twice (the generation), so removing an old file can never hit a new one. After a power failure a
+file may still be torn: its checksums tell.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtier.config import Durability
+from kvtier.constants import ALIGN_BYTES, HEADER_BYTES_MAX, READ_STEP_BYTES
+from kvtier.errors import FormatError, IdentityError, ShardError, TierUnavailableError
+from kvtier.keys import shard_key
+from kvtier.shard_format import (
+    ShardDescription,
+    ShardGeometry,
+    ShardHeader,
+    check_identity,
+    header_length,
+    parse_header,
+    seal,
+    shard_geometry,
+    verify_section,
+)
+from kvtier.tiers.disk.files import FileInfo, Files, Syncs
+from kvtier.types import ChunkKey, ShardId, ShardLayout
+
+_SUFFIX = ".kvs"
+
+
+class FileSystem(Files, Syncs, Protocol):
+    """All that the disk tier asks of a file system."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundShard:
+    """A shard that was on disk at open: its sound header and where it lies."""
+
+    header: ShardHeader
+    path: str
+    nbytes: int
+    modified_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What an open found. ``quarantined`` lists files from the oldest to the newest."""
+
+    shards: tuple[FoundShard, ...]
+    quarantined: tuple[FileInfo, ...]
+    corrupt_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a shard must be for its reader."""
+
+    chunk: ChunkKey
+    shard: ShardId
+    namespace: bytes
+    codec: str
+    layout: ShardLayout
+    geometry: ShardGeometry
+
+
+class ShardFiles:
+    """The directory of one disk tier. Reads run in any thread; all else in one thread at a time."""
+
+    def __init__(self, root: str, durability: Durability, files: FileSystem) -> None:
+        self.root = os.path.abspath(root)
+        self._durability = durability
+        self._files = files
+        self._lock_descriptor = -1
+        # Unique over restarts as long as the clock does not run backwards by whole restarts; a
+        # clash would only make a write fail, since files are created exclusively.
+        self._generations = itertools.count(time.time_ns())
+        self._unsynced: list[str] = []
+        self._unsynced_lock = threading.Lock()
+
+    def open(self) -> Found:
+        """Take the directory, drop what was being written, read every header.
+
+        Raises ``TierUnavailableError`` when another process holds it, ``OSError`` when it cannot
+        be used.
+        """
+        os.makedirs(self.root, exist_ok=True)
+        self._take_lock()
+        for leftover in self._files.list(self._path("incoming")):
+            self._files.remove(leftover.path)
+        sound: dict[bytes, FoundShard] = {}
+        corrupt = 0
+        buffer = memoryview(mmap.mmap(-1, HEADER_BYTES_MAX))
+        for info in sorted(self._files.list(self._path("shards")), key=lambda f: f.path):
+            try:
+                found = self._inspect(info, buffer)
+            except (ShardError, OSError):
+                corrupt += 1
+                self.quarantine(info.path)
+                continue
+            key = shard_key(found.header.chunk, found.header.shard)
+            if key in sound:  # Sorted by name, so this one is the later generation.
+                self._files.remove(sound[key].path)
+            sound[key] = found
+        quarantined = sorted(self._files.list(self._path("quarantine")), key=lambda f: f.modified_s)
+        return Found(tuple(sound.values()), tuple(quarantined), corrupt)
+
+    def attached(self) -> bool:
+        """Tell whether the directory is still the one that was opened."""
+        if self._lock_descriptor < 0:
+            return False
+        try:
+            there = os.stat(self._path("lock"))
+        except OSError:
+            return False
+        held = os.fstat(self._lock_descriptor)
+        return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
+
+    def new_path(self, chunk: ChunkKey, shard: ShardId) -> str:
+        """Return the final path of a shard that is about to be written, never used before."""
+        name = shard_key(chunk, shard).hex()
+        return self._path("shards", name[:2], f"{name}-{next(self._generations):016x}{_SUFFIX}")
+
+    def write(self, path: str, slot: memoryview, description: ShardDescription) -> None:
+        """Seal a slot and write it whole under ``path``. The caller has the slot pinned.
+
+        Raises ``OSError``; then nothing lies under ``path``.
+        """
+        if not self.attached():
+            raise FileNotFoundError(f"{self.root} is not the directory that was opened")
+        seal(slot, description)
+        incoming = self._path("incoming", os.path.basename(path))
+        try:
+            self._files.create(incoming, slot)
+            if self._durability is Durability.EACH:
+                self._files.sync_file(incoming)
+            self._files.replace(incoming, path)
+        except OSError:
+            self._files.remove(incoming)
+            raise
+        if self._durability is Durability.EACH:
+            self._files.sync_directory(os.path.dirname(path))
+        elif self._durability is Durability.BATCH:
+            with self._unsynced_lock:
+                self._unsynced.append(path)
+
+    def commit_group(self) -> None:
+        """Make durable what was written since the last call (durability ``batch``)."""
+        with self._unsynced_lock:
+            group, self._unsynced = self._unsynced, []
+        written = [path for path in group if os.path.exists(path)]
+        for path in written:
+            self._files.sync_file(path)
+        for directory in sorted({os.path.dirname(path) for path in written}):
+            self._files.sync_directory(directory)
+
+    def read(
+        self, path: str, slot: memoryview, expected: Expected, progress: Callable[[int], None]
+    ) -> None:
+        """Read a shard into its slot, verifying as it comes.
+
+        ``progress(n)`` is called in this thread each time the first ``n`` sections are verified.
+        The caller owns the slot until this returns. Raises ``OSError``, or ``ShardError`` when
+        the bytes are not the expected shard.
+        """
+        header: ShardHeader | None = None
+        for start, end, sections in _steps(expected.geometry):
+            if self._files.read(path, start, slot[start:end]) != end - start:
+                raise FormatError(f"{path} ends before byte {end}")
+            if header is None:
+                header = parse_header(slot[: expected.geometry.header_bytes])
+                _check(header, expected)
+            for section in sections:
+                verify_section(slot, header, section)
+            progress(sections.stop)
+
+    def remove(self, path: str) -> None:
+        """Remove a file for good."""
+        self._files.remove(path)
+
+    def quarantine(self, path: str) -> None:
+        """Move a file that failed verification out of the way, for somebody to look at."""
+        try:
+            self._files.replace(path, self._path("quarantine", os.path.basename(path)))
+        except FileNotFoundError:
+            return
+
+    def quarantine_path(self, path: str) -> str:
+        """Return where ``quarantine`` puts a file."""
+        return self._path("quarantine", os.path.basename(path))
+
+    def close(self) -> None:
+        """Let another process have the directory."""
+        if self._lock_descriptor >= 0:
+            os.close(self._lock_descriptor)
+            self._lock_descriptor = -1
+
+    def _path(self, *parts: str) -> str:
+        return os.path.join(self.root, *parts)
+
+    def _take_lock(self) -> None:
+        if self.attached():
+            return
+        self.close()
+        descriptor = os.open(self._path("lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.read(descriptor, 32).decode("ascii", "replace") or "unknown"
+            os.close(descriptor)
+            raise TierUnavailableError(f"{self.root} is in use by process {holder}") from error
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        self._lock_descriptor = descriptor
+
+    def _inspect(self, info: FileInfo, buffer: memoryview) -> FoundShard:
+        """Read a file's header and hold it against the file's name and length."""
+        page = buffer[:ALIGN_BYTES]
+        if self._files.read(info.path, 0, page) != len(page):
+            raise FormatError(f"{info.path} has {info.nbytes} bytes, less than a header")
+        page = buffer[: header_length(page)]
+        if len(page) > ALIGN_BYTES and self._files.read(info.path, 0, page) != len(page):
+            raise FormatError(f"{info.path} has {info.nbytes} bytes, less than its header")
+        header = parse_header(page)
+        name = os.path.basename(info.path).removesuffix(_SUFFIX).partition("-")[0]
+        if name != shard_key(header.chunk, header.shard).hex():
+            raise IdentityError(f"{info.path} holds another shard than its name says")
+        if shard_geometry(header.section_bytes).shard_bytes != info.nbytes:
+            raise FormatError(f"{info.path} has {info.nbytes} bytes, not what its header says")
+        return FoundShard(header, info.path, info.nbytes, info.modified_s)
+
+
+def _steps(geometry: ShardGeometry) -> list[tuple[int, int, range]]:
+    """Cut a shard into reads: (start, end, sections), the header going with the first."""
+    steps: list[tuple[int, int, range]] = []
+    start, first = 0, 0
+    ends = (*geometry.section_offsets[1:], geometry.shard_bytes)
+    for section, end in enumerate(ends):
+        if end - start >= READ_STEP_BYTES or section == len(ends) - 1:
+            steps.append((start, end, range(first, section + 1)))
+            start, first = end, section + 1
+    return steps
+
+
+def _check(header: ShardHeader, expected: Expected) -> None:
+    check_identity(
+        header,
+        chunk=expected.chunk,
+        shard=expected.shard,
+        namespace=expected.namespace,
+        layout=expected.layout,
+        codec=expected.codec,
+    )
+    if header.section_bytes != expected.geometry.section_bytes:
+        raise IdentityError("sections have other sizes than the codec makes")

@@ -1,0 +1,299 @@
+"""The disk tier's books: what lies on disk, what must leave, how the disk is doing.
+
+Decides under the cache's lock; ``ShardFiles`` does, without it. Bytes on disk never exceed the
+bound: what a write displaces is unlinked before the write starts, by the same single thread.
+Every chunk's parent is on disk too, so nothing lies there that no lookup could reach.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kvtier.config import DiskConfig
+from kvtier.constants import QUARANTINE_FILES_MAX, READ_FAILURES_MAX
+from kvtier.errors import DeadlineError, KVTierError
+from kvtier.interfaces import Clock, EvictionPolicy
+from kvtier.tiers.disk.shard_files import Found, FoundShard, ShardFiles
+from kvtier.tiers.health import Health
+from kvtier.tiers.index import Record, TierIndex
+from kvtier.types import ChunkKey, Entry, Features, ShardId
+
+PolicyFactory = Callable[[int, Callable[[ChunkKey], bool]], EvictionPolicy]
+
+_FAULT_WORDS = {
+    errno.ENOSPC: "full",
+    errno.EDQUOT: "full",
+    errno.EROFS: "read_only",
+    errno.EACCES: "read_only",
+    errno.EPERM: "read_only",
+    errno.ENOENT: "missing",
+    errno.ENOTDIR: "missing",
+    errno.ESTALE: "missing",
+}
+_NEUTRAL = Features()
+
+
+@dataclass(frozen=True, slots=True)
+class DiskPlace:
+    """One shard's file."""
+
+    path: str
+    nbytes: int
+
+
+DiskRecord = Record[DiskPlace]
+
+
+@dataclass(frozen=True, slots=True)
+class Chores:
+    """What the writing thread has to do before its next write."""
+
+    remove: tuple[DiskPlace, ...]
+    quarantine: tuple[DiskPlace, ...]
+
+
+class DiskTier:
+    """Owns the index, the policy and the state of one directory. Used under the cache's lock."""
+
+    def __init__(
+        self,
+        config: DiskConfig,
+        files: ShardFiles,
+        policy: PolicyFactory,
+        clock: Clock,
+        on_evict: Callable[[DiskRecord], None],
+    ) -> None:
+        self.capacity_bytes = config.capacity_bytes
+        self.index: TierIndex[DiskPlace] = TierIndex(self._reclaim)
+        self.opened = False
+        self._files = files
+        self._policy = policy(config.capacity_bytes, self.index.pinned)
+        self._clock = clock
+        self._on_evict = on_evict
+        self._open_health = Health()
+        self._read_health = Health(READ_FAILURES_MAX)
+        self._write_health = Health()
+        self._words = ""
+        self._held_bytes = 0
+        self._condemned: set[str] = set()
+        self._remove: list[DiskPlace] = []
+        self._quarantine: list[DiskPlace] = []
+        self._quarantined: list[DiskPlace] = []
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes on disk: shards, quarantine, and what waits to be unlinked."""
+        waiting = sum(place.nbytes for place in self._remove)
+        return self._held_bytes + waiting + self._quarantine_bytes
+
+    @property
+    def quarantined_count(self) -> int:
+        """Files that failed verification and are kept."""
+        return len(self._quarantined) + len(self._quarantine)
+
+    @property
+    def state(self) -> tuple[str, str]:
+        """One word for how the disk is doing, ``ok`` when well, and the latest fault."""
+        for health in (self._open_health, self._write_health, self._read_health):
+            if not health.ok:
+                return self._words, health.detail
+        return ("ok", "") if self.opened else ("opening", "reading the index")
+
+    def open_due(self) -> bool:
+        """Tell whether the directory is to be opened (again) now."""
+        return not self.opened and self._open_health.allows(self._clock.now())
+
+    def readable(self) -> bool:
+        """Tell whether a load may ask the disk now."""
+        return self.opened and self._read_health.allows(self._clock.now())
+
+    def writable(self) -> bool:
+        """Tell whether a write may be tried now."""
+        return self.opened and self._write_health.allows(self._clock.now())
+
+    def adopt(self, found: Found) -> None:
+        """Take in what an open found and forget what is gone.
+
+        Chunks whose parent is not on disk, and what does not fit any more, become chores.
+        """
+        present = {shard.path for shard in found.shards}
+        for record in list(self.index):
+            if not record.pins and any(p.path not in present for p in record.places.values()):
+                self.forget(record)
+        known = {place.path for record in self.index for place in record.places.values()}
+        chunks: dict[ChunkKey, list[FoundShard]] = {}
+        for shard in found.shards:
+            if shard.path not in known:
+                chunks.setdefault(shard.header.chunk, []).append(shard)
+        self._quarantined = [DiskPlace(f.path, f.nbytes) for f in found.quarantined]
+        # Oldest first, so that the order of leaving survives the restart; parents before children.
+        for shards in sorted(
+            chunks.values(), key=lambda s: (s[0].header.position, s[0].modified_s)
+        ):
+            self._adopt_chunk(shards)
+        in_order = sorted(chunks.values(), key=lambda s: (s[0].modified_s, -s[0].header.position))
+        for shards in in_order:
+            self._policy.touch(shards[0].header.chunk, self._clock.now(), _NEUTRAL)
+        self.opened = True
+        self._open_health.success()
+        self._write_health.success()
+        self._read_health.success()
+
+    def reserve(
+        self, entry: Entry, namespace: bytes, codec: str, sizes: Mapping[ShardId, int]
+    ) -> DiskRecord | None:
+        """Make room for a chunk and return its filling record, pinned once for the writer.
+
+        None refuses: no room beside what is pinned, or the parent is not on disk.
+        """
+        assert self.index.get(entry.key) is None, "reserved twice"
+        if entry.parent is not None and self.index.get(entry.parent) is None:
+            return None
+        victims = self._policy.admit(entry, self._clock.now())
+        if victims is None:
+            return None
+        for victim in victims:
+            self._evict(victim)
+        places = {
+            shard: DiskPlace(self._files.new_path(entry.key, shard), nbytes)
+            for shard, nbytes in sizes.items()
+        }
+        record = DiskRecord(entry, namespace, codec, places)
+        self._add(record)
+        self.index.pin(record)
+        while self._quarantined and self._held_bytes + self._quarantine_bytes > self.capacity_bytes:
+            self._remove.append(self._quarantined.pop(0))
+        return record
+
+    def take_chores(self) -> Chores:
+        """Hand over what the writing thread unlinks and moves before its next write."""
+        overflow = len(self._quarantined) + len(self._quarantine) - QUARANTINE_FILES_MAX
+        for _ in range(min(max(overflow, 0), len(self._quarantined))):
+            self._remove.append(self._quarantined.pop(0))
+        chores = Chores(tuple(self._remove), tuple(self._quarantine))
+        self._quarantined += [
+            DiskPlace(self._files.quarantine_path(p.path), p.nbytes) for p in self._quarantine
+        ]
+        self._remove, self._quarantine = [], []
+        return chores
+
+    def return_chores(self, chores: Chores) -> None:
+        """Take back what could not be done, for another try."""
+        self._remove += chores.remove
+        moved = {self._files.quarantine_path(p.path) for p in chores.quarantine}
+        self._quarantined = [p for p in self._quarantined if p.path not in moved]
+        self._quarantine += chores.quarantine
+
+    def commit(self, record: DiskRecord) -> None:
+        """Let readers have a written record, and drop the writer's pin."""
+        self.index.set_ready(record)
+        self.index.unpin(record)
+        self._write_health.success()
+
+    def abort(self, record: DiskRecord) -> None:
+        """Give up a record that could not be written, and drop the writer's pin."""
+        self.forget(record)
+        self.index.unpin(record)
+
+    def forget(self, record: DiskRecord) -> None:
+        """Take a record out of sight; its files are unlinked once nobody reads them."""
+        self._policy.remove(record.entry.key)
+        self.index.detach(record)
+
+    def condemn(self, record: DiskRecord, shard: ShardId) -> None:
+        """Take a record out of sight because one of its shards failed verification."""
+        self._condemned.add(record.places[shard].path)
+        self.forget(record)
+
+    def touch(self, keys: list[ChunkKey], features: Features) -> None:
+        """Note an access to chunks of one sequence, given from its last to its first."""
+        for key in keys:
+            self._policy.touch(key, self._clock.now(), features)
+
+    def open_failed(self, error: OSError | KVTierError) -> None:
+        """Note that the directory could not be taken; it is tried again later."""
+        self._words = _word(error, "unavailable")
+        self._open_health.failure(str(error), self._clock.now())
+
+    def write_failed(self, error: OSError | KVTierError) -> None:
+        """Note a failed write; writes pause, reads go on."""
+        self._words = _word(error, "failing")
+        self._write_health.failure(str(error), self._clock.now())
+        self._lose_directory(error)
+
+    def read_failed(self, error: OSError | KVTierError) -> None:
+        """Note a failed or late read; several in a row pause reads."""
+        self._words = _word(error, "failing")
+        self._read_health.failure(str(error), self._clock.now())
+        self._lose_directory(error)
+
+    def read_succeeded(self) -> None:
+        """Note that the disk answered, whatever it answered."""
+        self._read_health.success()
+
+    def check_integrity(self) -> None:
+        """Raise ``AssertionError`` where the books do not agree with themselves."""
+        self.index.check_integrity()
+        held = sum(p.nbytes for r in self.index for p in r.places.values())
+        if self.index.leaving_count == 0 and held != self._held_bytes:
+            raise AssertionError(f"{self._held_bytes} bytes counted, {held} held")
+        if self._held_bytes > self.capacity_bytes and self.index.leaving_count == 0:
+            raise AssertionError(f"{self._held_bytes} bytes of {self.capacity_bytes}")
+
+    @property
+    def _quarantine_bytes(self) -> int:
+        return sum(place.nbytes for place in (*self._quarantined, *self._quarantine))
+
+    def _lose_directory(self, error: OSError | KVTierError) -> None:
+        if isinstance(error, OSError) and not self._files.attached():
+            self.opened = False
+            self._words = "missing"
+            self._open_health.failure(str(error), self._clock.now())
+
+    def _add(self, record: DiskRecord) -> None:
+        self.index.add(record)
+        self._held_bytes += sum(place.nbytes for place in record.places.values())
+
+    def _adopt_chunk(self, shards: list[FoundShard]) -> None:
+        header = shards[0].header
+        places = {s.header.shard: DiskPlace(s.path, s.nbytes) for s in shards}
+        entry = Entry(header.chunk, header.parent, sum(s.nbytes for s in shards), header.position)
+        reachable = header.parent is None or self.index.get(header.parent) is not None
+        if not reachable or self.index.get(header.chunk) is not None:
+            self._remove += places.values()
+            return
+        victims = self._policy.admit(entry, self._clock.now())
+        if victims is None:
+            self._remove += places.values()
+            return
+        for victim in victims:
+            self._evict(victim)
+        record = DiskRecord(entry, header.namespace, header.codec, places)
+        self._add(record)
+        self.index.set_ready(record)
+
+    def _evict(self, key: ChunkKey) -> None:
+        record = self.index.get(key)
+        assert record is not None, "the policy holds what the index does not"
+        assert record.pins == 0, "a pinned chunk never leaves"
+        self.index.detach(record)
+        self._on_evict(record)
+
+    def _reclaim(self, record: DiskRecord) -> None:
+        for place in record.places.values():
+            self._held_bytes -= place.nbytes
+            if place.path in self._condemned:
+                self._condemned.discard(place.path)
+                self._quarantine.append(place)
+            else:
+                self._remove.append(place)
+
+
+def _word(error: OSError | KVTierError, otherwise: str) -> str:
+    if isinstance(error, DeadlineError):
+        return "slow"
+    if isinstance(error, OSError) and error.errno is not None:
+        return _FAULT_WORDS.get(error.errno, otherwise)
+    return otherwise

@@ -1,0 +1,43 @@
+"""A breaker for one medium: closes off what fails, tries again later, opens again. Pure.
+
+Back-off doubles from ``HEALTH_BACKOFF_S_MIN`` to ``HEALTH_BACKOFF_S_MAX``, so that a dead disk
+costs a probe now and then and a recovered one is used again within that time.
+"""
+
+from __future__ import annotations
+
+from kvtier.constants import HEALTH_BACKOFF_S_MAX, HEALTH_BACKOFF_S_MIN
+
+
+class Health:
+    """Decides whether a medium may be asked. Owned by its tier, used under the cache's lock."""
+
+    def __init__(self, failures_max: int = 1) -> None:
+        self._failures_max = failures_max
+        self._failures = 0
+        self._backoff_s = HEALTH_BACKOFF_S_MIN
+        self._retry_at = 0.0
+        self.detail = ""
+
+    @property
+    def ok(self) -> bool:
+        """False from the failure that opened the breaker until a success."""
+        return self._failures < self._failures_max
+
+    def allows(self, now: float) -> bool:
+        """Tell whether the medium may be asked now: it is well, or a probe is due."""
+        return self.ok or now >= self._retry_at
+
+    def failure(self, detail: str, now: float) -> None:
+        """Note a fault. Opens the breaker at the configured count and lengthens the back-off."""
+        self._failures += 1
+        self.detail = detail
+        if not self.ok:
+            self._retry_at = now + self._backoff_s
+            self._backoff_s = min(self._backoff_s * 2, HEALTH_BACKOFF_S_MAX)
+
+    def success(self) -> None:
+        """Note that the medium did what was asked: everything is forgiven."""
+        self._failures = 0
+        self._backoff_s = HEALTH_BACKOFF_S_MIN
+        self.detail = ""
