@@ -1,0 +1,380 @@
+"""The scheduler's door to the tiers below HBM: engine types in, cache calls out.
+
+Blocks that a load or a store works on are retained here until the move has been answered, whatever
+becomes of the request: a preempted or aborted request gives back its own references, and the pool
+still reuses none of these blocks too early.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol, TypeVar
+
+from kvtier.cache.match import Pending, Ready
+from kvtier.cache.sequence import Sequence
+from kvtier.constants import LOG_INTERVAL_S
+from kvtier.types import (
+    Blocks,
+    Features,
+    LoadOutcome,
+    MissReason,
+    Namespace,
+    Plan,
+    Result,
+)
+from kvtier_engine.block_pool import BlockPool
+from kvtier_engine.request import Request
+
+_log = logging.getLogger(__name__)
+_FEATURES = Features()
+
+T = TypeVar("T")
+
+
+class LoadHandle(Protocol):
+    """A load under way, as ``kvtier.cache.load.Load``."""
+
+    def poll(self) -> list[Plan]:
+        """Return the plans that have become ready."""
+        ...
+
+    @property
+    def outcome(self) -> LoadOutcome | None:
+        """What came, once nothing will be written to the load's blocks any more."""
+        ...
+
+    def cancel(self) -> None:
+        """Start no further move."""
+        ...
+
+
+class CacheFront(Protocol):
+    """What the link uses of ``kvtier.cache.cache.Cache``."""
+
+    def sequence(self, namespace: Namespace, *, features: Features = _FEATURES) -> Sequence:
+        """Return an empty sequence."""
+        ...
+
+    def match(self, sequence: Sequence) -> Ready | Pending:
+        """Return the longest usable prefix, or when to ask again."""
+        ...
+
+    def note_admission(self, match: Ready, start_token: int, end_token: int) -> None:
+        """Count what the tiers were asked for."""
+        ...
+
+    def begin_load(
+        self, match: Ready, blocks: Blocks, *, deadline: float | None = None
+    ) -> LoadHandle | None:
+        """Begin to fill blocks."""
+        ...
+
+    def begin_store(self, sequence: Sequence, chunks: range, blocks: Blocks) -> Plan | None:
+        """Order chunks out of blocks; None where there is nothing to do or no room to do it."""
+        ...
+
+    def finish(self, results: Iterable[Result]) -> None:
+        """Take the workers' answers."""
+        ...
+
+    def store_done(self, plan_id: int) -> bool:
+        """Tell whether every worker has answered."""
+        ...
+
+
+class PlanWorker(Protocol):
+    """Whatever carries plans out, as ``kvtier.cache.worker.CacheWorker``."""
+
+    def execute(self, plan: Plan) -> None:
+        """Begin a plan and return at once."""
+        ...
+
+    def poll(self) -> list[Result]:
+        """Return the answers that have come in."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEnded:
+    """A request's load is over. Without an outcome it broke, and its blocks must not be used."""
+
+    request: Request
+    outcome: LoadOutcome | None
+
+
+class Link(Protocol):
+    """How the scheduler asks the tiers. No method blocks, none raises for a fault of a cache."""
+
+    @property
+    def faults(self) -> int:
+        """How often a cache or worker has raised."""
+        ...
+
+    def lookup(self, request: Request) -> Ready | Pending | None:
+        """Ask what the tiers hold of the request's tokens; None when they are not to be asked."""
+        ...
+
+    def admit(self, request: Request, match: Ready, end_token: int, deadline: float | None) -> bool:
+        """Note that the request was admitted with this answer, and load up to ``end_token``.
+
+        The request's first ``found_tokens`` are in its blocks already; the load fills the blocks
+        after them and no other. False when no load was begun; else ``poll`` reports its end.
+        """
+        ...
+
+    def store(self, request: Request) -> None:
+        """Offer the tiers every chunk that the request has computed by now."""
+        ...
+
+    def poll(self) -> list[LoadEnded]:
+        """Let moves go on; give back the blocks of those that have ended; return ended loads."""
+        ...
+
+    def drop(self, request: Request) -> None:
+        """Forget a request, after offering its last chunks. Its load, if any, is cancelled."""
+        ...
+
+    def held(self) -> Counter[int]:
+        """Return the references that the link holds, by block."""
+        ...
+
+
+class NoLink:
+    """The link of an engine without a cache."""
+
+    @property
+    def faults(self) -> int:
+        """Zero."""
+        return 0
+
+    def lookup(self, request: Request) -> Ready | Pending | None:  # noqa: ARG002
+        """Return None."""
+        return None
+
+    def admit(self, request: Request, match: Ready, end_token: int, deadline: float | None) -> bool:  # noqa: ARG002
+        """Begin no load."""
+        return False
+
+    def store(self, request: Request) -> None:
+        """Store nothing."""
+
+    def poll(self) -> list[LoadEnded]:
+        """Return nothing."""
+        return []
+
+    def drop(self, request: Request) -> None:
+        """Forget nothing."""
+
+    def held(self) -> Counter[int]:
+        """Return no reference."""
+        return Counter()
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A request's token sequence as the cache knows it, and how much of it was offered.
+
+    ``stored_chunks`` counts up to the last chunk that the cache took out of the blocks.
+    """
+
+    sequence: Sequence
+    stored_chunks: int = 0
+    offered_chunks: int = 0
+
+
+@dataclass(slots=True)
+class _RunningLoad:
+    handle: LoadHandle
+    block_ids: list[int]
+    request: Request | None
+
+
+class CacheLink:
+    """The link of an engine with a cache. One thread only: the engine's.
+
+    ``namespace`` is the engine's own; a request's salt is put in. A cache that raises is a cache
+    that answers no: the fault is counted and the request goes on without it.
+    """
+
+    def __init__(
+        self, cache: CacheFront, worker: PlanWorker, namespace: Namespace, pool: BlockPool
+    ) -> None:
+        self._cache = cache
+        self._worker = worker
+        self._namespace = namespace
+        self._pool = pool
+        self._chunk_tokens = namespace.layout.chunk_tokens
+        self._followed: dict[Request, _Followed] = {}
+        self._stores: dict[int, list[int]] = {}
+        self._loads: list[_RunningLoad] = []
+        self._logged_s: float | None = None
+        self._faults = 0
+
+    @property
+    def faults(self) -> int:
+        """How often the cache or the worker has raised."""
+        return self._faults
+
+    def lookup(self, request: Request) -> Ready | Pending | None:
+        """Ask the cache, unless the request has reason not to."""
+        if request.unlinked or not request.uses_prefix:
+            return None
+        return self._guarded_boundary(lambda: self._cache.match(self._sequence(request)), None)
+
+    def admit(self, request: Request, match: Ready, end_token: int, deadline: float | None) -> bool:
+        """Count the admission once per request, and begin the load if there is one to make."""
+        start = request.found_tokens
+        if not request.admitted:
+            request.admitted = True
+            asked = len(request.tokens)
+            self._guarded_boundary(lambda: self._cache.note_admission(match, start, asked), None)
+        if end_token <= start:
+            return False
+        block_ids = self._slice(request, start, end_token)
+        blocks = self._blocks(start, block_ids)
+        handle = self._guarded_boundary(
+            lambda: self._cache.begin_load(match, blocks, deadline=deadline), None
+        )
+        if handle is None:
+            return False
+        self._pool.retain(block_ids)
+        self._loads.append(_RunningLoad(handle, block_ids, request))
+        return True
+
+    def store(self, request: Request) -> None:
+        """Offer the chunks that have been completed since the last offer."""
+        if request.computed // self._chunk_tokens > self._offered(request):
+            self._offer(request)
+
+    def poll(self) -> list[LoadEnded]:
+        """Carry answers to the cache and plans to the worker; never waits for either."""
+        results = self._guarded_boundary(self._worker.poll, list[Result]())
+        if results:
+            self._guarded_boundary(lambda: self._cache.finish(results), None)
+        for plan_id in list(self._stores):
+            if self._guarded_boundary(partial(self._cache.store_done, plan_id), otherwise=False):
+                self._pool.release(self._stores.pop(plan_id))
+        ended = [self._advance_boundary(load) for load in list(self._loads)]
+        return [each for each in ended if each is not None]
+
+    def drop(self, request: Request) -> None:
+        """Offer what was refused before once more, then forget the request."""
+        followed = self._followed.get(request)
+        if request.computed // self._chunk_tokens > (followed.stored_chunks if followed else 0):
+            self._offer(request)
+        self._followed.pop(request, None)
+        for load in self._loads:
+            if load.request is request:
+                load.request = None
+                self._guarded_boundary(load.handle.cancel, None)
+
+    def held(self) -> Counter[int]:
+        """Return the references held for running loads and for stores not yet answered."""
+        held: Counter[int] = Counter()
+        for block_ids in self._stores.values():
+            held.update(block_ids)
+        for load in self._loads:
+            held.update(load.block_ids)
+        return held
+
+    def _offered(self, request: Request) -> int:
+        followed = self._followed.get(request)
+        return followed.offered_chunks if followed else 0
+
+    def _offer(self, request: Request) -> None:
+        """Begin to store every computed chunk that is not stored yet; the cache skips its own."""
+        chunks_end = request.computed // self._chunk_tokens
+        sequence = self._guarded_boundary(lambda: self._sequence(request), None)
+        followed = self._followed.get(request)
+        if sequence is None or followed is None:
+            return
+        chunks = range(followed.stored_chunks, chunks_end)
+        start = chunks.start * self._chunk_tokens
+        block_ids = self._slice(request, start, chunks.stop * self._chunk_tokens)
+        blocks = self._blocks(start, block_ids)
+        followed.offered_chunks = chunks_end
+        plan = self._guarded_boundary(
+            lambda: self._cache.begin_store(sequence, chunks, blocks), None
+        )
+        if plan is None:
+            return
+        # A plan takes what there was room for; what comes after it is offered again later.
+        moved = {block_id for move in plan.moves for block_id in move.block_ids}
+        taken = [block_id for block_id in block_ids if block_id in moved]
+        last = start + (block_ids.index(taken[-1]) + 1) * self._pool.block_tokens
+        followed.stored_chunks = last // self._chunk_tokens
+        self._pool.retain(taken)
+        self._stores[plan.plan_id] = taken
+        self._execute_boundary(plan)
+
+    def _sequence(self, request: Request) -> Sequence:
+        """Return the request's sequence with all of its tokens in it."""
+        followed = self._followed.get(request)
+        if followed is None:
+            namespace = replace(self._namespace, tenant_salt=request.spec.cache_salt)
+            followed = _Followed(self._cache.sequence(namespace))
+            self._followed[request] = followed
+        sequence = followed.sequence
+        sequence.append(request.tokens[sequence.token_count :])
+        return sequence
+
+    def _slice(self, request: Request, start: int, end: int) -> list[int]:
+        step = self._pool.block_tokens
+        return request.block_ids[start // step : -(-end // step)]
+
+    def _blocks(self, start: int, block_ids: list[int]) -> Blocks:
+        groups = len(self._namespace.layout.groups)
+        return Blocks(start, (tuple(block_ids),) * groups, self._pool.block_tokens)
+
+    def _advance_boundary(self, load: _RunningLoad) -> LoadEnded | None:
+        """Move one load on. One that raises is taken for broken and is waited for all the same."""
+        request = load.request
+        try:
+            for plan in load.handle.poll():
+                self._execute_boundary(plan)
+            outcome = load.handle.outcome
+        except Exception as error:
+            self._note_fault(error)
+            if request is None:
+                return None
+            load.request = None
+            self._guarded_boundary(load.handle.cancel, None)
+            return LoadEnded(request, None)
+        if outcome is None:
+            return None
+        self._loads.remove(load)
+        self._pool.release(load.block_ids)
+        return None if request is None else LoadEnded(request, outcome)
+
+    def _execute_boundary(self, plan: Plan) -> None:
+        """Hand a plan to the worker; one that it will not take is answered in its place."""
+        try:
+            self._worker.execute(plan)
+        except Exception as error:
+            self._note_fault(error)
+            refusals = [
+                Result(plan.plan_id, worker, ok=False, reason=MissReason.WORKER, detail=str(error))
+                for worker in plan.workers
+            ]
+            self._guarded_boundary(lambda: self._cache.finish(refusals), None)
+
+    def _guarded_boundary(self, call: Callable[[], T], otherwise: T) -> T:
+        """Return what the cache says, or ``otherwise`` when it raises."""
+        try:
+            return call()
+        except Exception as error:
+            self._note_fault(error)
+            return otherwise
+
+    def _note_fault(self, error: Exception) -> None:
+        """Count a fault; log one a minute."""
+        self._faults += 1
+        now = time.monotonic()
+        if self._logged_s is None or now - self._logged_s >= LOG_INTERVAL_S:
+            self._logged_s = now
+            _log.error("cache fault %d, served without it", self._faults, exc_info=error)

@@ -1,0 +1,54 @@
+"""The scheduler's arithmetic: pure functions of numbers and of requests, without effects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvtier_engine.request import Request
+
+
+def blocks_for(tokens: int, block_tokens: int) -> int:
+    """Return how many blocks hold so many tokens."""
+    return -(-tokens // block_tokens)
+
+
+def usable_tokens(tokens: int, block_tokens: int) -> int:
+    """Return how many leading tokens may come from a cache: whole blocks, and never all of them.
+
+    At least one token is computed, because the next one is sampled from its logits.
+    """
+    return (tokens - 1) // block_tokens * block_tokens
+
+
+def load_end(found_tokens: int, matched_tokens: int, usable: int, block_tokens: int) -> int | None:
+    """Return where a load that starts at ``found_tokens`` ends; None when there is none to make.
+
+    ::
+
+        0           found                  end       usable   tokens
+        |- in HBM ----|- loaded into fresh blocks ----|- computed ---|
+
+    The pool may know more of the prefix than the tiers do.
+    """
+    end = min(matched_tokens, usable) // block_tokens * block_tokens
+    return end if end > found_tokens else None
+
+
+def rank(arrival_s: float, priority: int, order: int, priority_step_s: float) -> tuple[float, int]:
+    """Return a request's place in line, fixed for life: lower goes first, ties in ``order``.
+
+    A priority is worth a number of seconds in the line, which makes it finite: whatever arrives
+    later than that ranks behind, so no stream of urgent requests starves the others.
+    """
+    return arrival_s + priority * priority_step_s, order
+
+
+def decodes_first(running: Iterable[Request]) -> list[Request]:
+    """Return requests that need one token's work before those that need more, each by rank."""
+    return sorted(running, key=lambda request: (request.remaining > 1, request.rank))
+
+
+def most_junior(candidates: Iterable[Request], than: Request) -> Request | None:
+    """Return the candidate with the highest rank above that of ``than``, None without one."""
+    juniors = [request for request in candidates if request.rank > than.rank]
+    return max(juniors, key=lambda request: request.rank, default=None)

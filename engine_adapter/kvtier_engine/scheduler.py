@@ -1,0 +1,355 @@
+"""Which requests compute which tokens in the next step, and who holds which blocks.
+
+A step serves running requests first (decodes, then prefills in chunks), then takes in waiting
+ones. Three rules keep it free of deadlock: a request that holds blocks may always take more from
+those that rank behind it; a load holds blocks but nothing else; and when nothing can run because
+of blocks that loads hold, the load that ranks last is given up.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from enum import Enum, auto
+from heapq import heappop, heappush
+
+from kvtier.cache.match import Pending, Ready
+from kvtier.interfaces import Clock
+from kvtier.types import Tier
+from kvtier_engine.block_pool import BlockPool
+from kvtier_engine.cache_link import Link, LoadEnded
+from kvtier_engine.coming import ComingBlocks
+from kvtier_engine.decisions import (
+    blocks_for,
+    decodes_first,
+    load_end,
+    most_junior,
+    rank,
+    usable_tokens,
+)
+from kvtier_engine.request import Request, Status
+from kvtier_engine.scheduling import SchedulerConfig, SchedulerCounters, Share, Step
+from kvtier_engine.types import GenerateRequest
+
+#: Waiting requests looked at in one step, at most.
+ADMISSION_SCAN_MAX = 64
+#: Steps with fewer prefill tokens say more of the cost of a step than of that of a token.
+SPEED_TOKENS_MIN = 32
+
+
+class _Verdict(Enum):
+    RUNS = auto()
+    PARKED = auto()
+    LATER = auto()
+    NO_ROOM = auto()
+
+
+class Scheduler:
+    """Owner of all requests from submission to their end. One thread only: the engine's."""
+
+    def __init__(self, pool: BlockPool, link: Link, config: SchedulerConfig, clock: Clock) -> None:
+        self._pool = pool
+        self._link = link
+        self._config = config
+        self._clock = clock
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._loading: set[Request] = set()
+        self._free_rows = list(range(config.max_num_seqs))
+        self._rows_removed: list[int] = []
+        self._coming = ComingBlocks()
+        self._submitted = 0
+        self._recompute_s_per_token: float | None = None
+        self.counters = SchedulerCounters()
+
+    @property
+    def requests(self) -> list[Request]:
+        """All requests that have not ended."""
+        return [*self._running, *self._loading, *self._waiting]
+
+    def count(self, *statuses: Status) -> int:
+        """Return how many requests have one of these statuses."""
+        return sum(request.status in statuses for request in self.requests)
+
+    def submit(self, spec: GenerateRequest) -> Request:
+        """Put a request in line. The caller has checked that it fits into the pool."""
+        now = self._clock.now()
+        place = rank(now, spec.priority, self._submitted, self._config.priority_step_s)
+        self._submitted += 1
+        chain = self._pool.chain(spec.cache_salt)
+        request = Request(spec, place, chain, now, list(spec.prompt))
+        self._wait(request)
+        return request
+
+    def schedule(self) -> Step:
+        """Decide the next step and take the blocks for it. An empty one is due when all wait."""
+        for ended in self._link.poll():
+            self._end_load(ended)
+        shares: list[Share] = []
+        stalled = self._serve_running(shares)
+        admitted: list[Request] = []
+        blocked = self._take_in(shares, admitted)
+        needer = stalled or blocked
+        if not shares and needer is not None:
+            self._give_up_a_load(needer)
+        rows_removed, self._rows_removed = tuple(self._rows_removed), []
+        return Step(tuple(shares), rows_removed, tuple(admitted))
+
+    def advance(self, share: Share) -> None:
+        """Note that a share has been computed: its full blocks can be found and stored."""
+        share.request.computed += share.count
+        self._index(share.request)
+        self._link.store(share.request)
+
+    def note_speed(self, prefill_tokens: int, seconds: float) -> None:
+        """Learn from a step of so many prefill tokens what recomputing costs."""
+        if prefill_tokens < SPEED_TOKENS_MIN:
+            return
+        measured = seconds / prefill_tokens
+        known = self._recompute_s_per_token
+        self._recompute_s_per_token = measured if known is None else 0.8 * known + 0.2 * measured
+
+    def end(self, request: Request) -> int | None:
+        """Take a request out, whatever its status; return the row it held. Its blocks are free."""
+        assert request.status is not Status.FINISHED, f"{request.spec.request_id} ended twice"
+        if request.status is Status.RUNNING:
+            self._running.remove(request)
+        elif request.status is Status.LOADING:
+            self._loading.remove(request)
+        else:
+            self._waiting.remove(request)
+        self._link.drop(request)
+        self._release(request)
+        request.status = Status.FINISHED
+        row, request.row = request.row, None
+        if row is not None:
+            heappush(self._free_rows, row)
+        return row
+
+    def forget_prefixes(self) -> None:
+        """Let nothing computed so far be used again: every request starts over."""
+        for request in list(self._running):
+            self._preempt(request)
+        for request in [*self._loading, *self._waiting]:
+            self._give_back(request)
+        self._pool.forget()
+
+    def check_integrity(self) -> None:
+        """Raise ``BlockPoolError`` unless every reference is accounted for."""
+        expected = self._link.held()
+        for request in self.requests:
+            expected.update(request.block_ids)
+        self._pool.check_integrity(expected)
+        assert len(self._free_rows) + len(self._running) == self._config.max_num_seqs
+
+    def _serve_running(self, shares: list[Share]) -> Request | None:
+        """Give each running request its tokens; return the first one that found no block."""
+        budget = self._config.max_num_batched_tokens
+        stalled: Request | None = None
+        for request in decodes_first(self._running):
+            if request.status is not Status.RUNNING:
+                continue
+            count = min(request.remaining, budget)
+            if count and not self._grow(request):
+                stalled = stalled or request
+            elif count:
+                shares.append(Share(request, count))
+                budget -= count
+        return stalled
+
+    def _take_in(self, shares: list[Share], admitted: list[Request]) -> Request | None:
+        """Let waiting requests run or load; return the first one for which there is no room.
+
+        Nothing passes a request that lacks room, except those that hold their blocks already.
+        """
+        budget = self._config.max_num_batched_tokens - sum(share.count for share in shares)
+        blocked: Request | None = None
+        for request in self._waiting[:ADMISSION_SCAN_MAX]:
+            if not self._free_rows or not budget:
+                break
+            if blocked is not None and request.status is not Status.LOADED:
+                continue
+            verdict = self._admit(request)
+            if verdict is _Verdict.NO_ROOM:
+                blocked = request
+            elif verdict is _Verdict.RUNS:
+                self._run(request)
+                admitted.append(request)
+                shares.append(Share(request, min(request.remaining, budget)))
+                budget -= shares[-1].count
+        return blocked
+
+    def _admit(self, request: Request) -> _Verdict:
+        """Find what is cached of a request and take its blocks, all that its tokens need."""
+        if request.status is Status.LOADED:
+            return _Verdict.RUNS
+        step = self._pool.block_tokens
+        request.chain.extend(request.tokens)
+        usable = usable_tokens(len(request.tokens), step) if request.uses_prefix else 0
+        found = self._pool.find(request.chain, usable // step)
+        if len(found) * step < usable and self._coming.worth_waiting_for(request, len(found)):
+            return _Verdict.LATER
+        needed = blocks_for(len(request.tokens), step) - len(found)
+        # One block of headroom per running request: else their next steps would preempt this one.
+        room = needed + len(self._running)
+        if not self._has_room(room, found, request):
+            return _Verdict.NO_ROOM
+        answer = self._link.lookup(request) if len(found) * step < usable else None
+        if isinstance(answer, Pending):
+            request.status = Status.LOOKUP
+            return _Verdict.LATER
+        end = None if answer is None else load_end(len(found) * step, answer.tokens, usable, step)
+        if end is not None and len(self._loading) >= self._config.max_num_seqs:
+            return _Verdict.LATER
+        self._take_blocks(request, found, needed)
+        if answer is not None and self._begin_load(request, answer, end):
+            return _Verdict.PARKED
+        return _Verdict.RUNS
+
+    def _has_room(self, room: int, found: list[int], request: Request) -> bool:
+        """Tell whether so many blocks are to be had, taking them from parked juniors if need be."""
+        parked = [each for each in self._waiting if each.status is Status.LOADED]
+        juniors = [each for each in parked if each.rank > request.rank]
+        reserve = sum(self._pool.releasable(each.block_ids) for each in juniors)
+        if self._pool.available_beside(found) + reserve < room:
+            return False
+        while self._pool.available_beside(found) < room:
+            junior = most_junior(juniors, request)
+            if junior is None:
+                return False
+            juniors.remove(junior)
+            self._give_back(junior)
+        return True
+
+    def _take_blocks(self, request: Request, found: list[int], needed: int) -> None:
+        self._pool.retain(found)
+        fresh = self._pool.allocate(needed, after=found[-1] if found else None)
+        assert fresh is not None, f"{needed} blocks were promised"
+        request.take_blocks([*found, *fresh])
+        request.computed = request.found_tokens = len(found) * self._pool.block_tokens
+        request.indexed = len(found)
+        self._coming.expect(request, len(found))
+
+    def _begin_load(self, request: Request, answer: Ready, end: int | None) -> bool:
+        """Tell the tiers of the admission, and park the request if they have something to load."""
+        deadline = None if end is None else self._deadline(end - request.found_tokens)
+        if not self._link.admit(request, answer, end or request.found_tokens, deadline):
+            return False
+        self._waiting.remove(request)
+        self._loading.add(request)
+        request.status = Status.LOADING
+        return True
+
+    def _end_load(self, ended: LoadEnded) -> None:
+        """Use what a load brought. The rest of its blocks is computed as if never loaded."""
+        request, outcome = ended.request, ended.outcome
+        self._loading.remove(request)
+        request.status = Status.LOADED
+        self._wait(request)
+        if outcome is None:
+            request.unlinked = True
+            self._give_back(request)
+            return
+        usable = usable_tokens(len(request.tokens), self._pool.block_tokens)
+        request.computed = max(request.computed, min(outcome.end_token, usable))
+        request.loaded_by_tier = dict(outcome.tokens_by_tier)
+        self._index(request)
+
+    def _run(self, request: Request) -> None:
+        self._waiting.remove(request)
+        insort(self._running, request, key=lambda each: each.rank)
+        request.row = heappop(self._free_rows)
+        request.status = Status.RUNNING
+        if request.cached_by_tier is not None:
+            self.counters.refound_tokens += request.computed
+            return
+        cached = {Tier.HBM: request.found_tokens, **request.loaded_by_tier}
+        request.cached_by_tier = {tier: count for tier, count in cached.items() if count}
+        self.counters.hit_tokens.update(request.cached_by_tier)
+        self.counters.admitted_tokens += len(request.tokens)
+
+    def _grow(self, request: Request) -> bool:
+        """Give a running request the block its next token needs, from juniors if need be."""
+        needed = blocks_for(len(request.tokens), self._pool.block_tokens) - len(request.block_ids)
+        while needed > 0:
+            fresh = self._pool.allocate(needed, after=request.block_ids[-1])
+            if fresh is not None:
+                request.take_blocks(fresh)
+                return True
+            victim = most_junior(self._victims(), request)
+            if victim is None:
+                return False
+            if victim.status is Status.RUNNING:
+                self._preempt(victim)
+            else:
+                self._give_back(victim)
+        return True
+
+    def _victims(self) -> Iterator[Request]:
+        """Yield the holders of blocks that could be had at once by taking theirs."""
+        for request in [*self._running, *self._waiting]:
+            if request.block_ids and self._pool.releasable(request.block_ids):
+                yield request
+
+    def _preempt(self, request: Request) -> None:
+        """Send a running request back to the line; what it has generated is computed again."""
+        self._running.remove(request)
+        assert request.row is not None
+        self._rows_removed.append(request.row)
+        heappush(self._free_rows, request.row)
+        request.row = None
+        self._release(request)
+        request.status = Status.PREEMPTED
+        request.preemptions += 1
+        self.counters.preemptions += 1
+        self._wait(request)
+
+    def _give_back(self, request: Request) -> None:
+        """Take the blocks of a request that does not run; it starts over from the line."""
+        if request.status is Status.LOADING:
+            self._link.drop(request)
+            self._loading.remove(request)
+            self._wait(request)
+            self.counters.loads_given_up += 1
+        self._release(request)
+        if request.status is not Status.PREEMPTED:
+            request.status = Status.WAITING
+
+    def _give_up_a_load(self, needer: Request) -> None:
+        """Cancel the load that ranks last, unless blocks enough are on their way back already."""
+        held = self._link.held()
+        returning = sum(self._pool.references(each) == count for each, count in held.items())
+        needed = blocks_for(len(needer.tokens), self._pool.block_tokens) - len(needer.block_ids)
+        if self._pool.available + returning >= needed:
+            return
+        load = most_junior(self._loading, needer)
+        if load is not None:
+            self._give_back(load)
+
+    def _release(self, request: Request) -> None:
+        """Give back a request's blocks. It is no longer about to bring any."""
+        self._coming.settle(request, 0, len(request.chain.digests))
+        request.loaded_by_tier = {}
+        request.found_tokens = request.indexed = 0
+        self._pool.release(request.give_blocks())
+
+    def _index(self, request: Request) -> None:
+        """Make a request's computed full blocks findable."""
+        full = request.computed // self._pool.block_tokens
+        if full <= request.indexed:
+            return
+        request.chain.extend(request.tokens)
+        self._pool.register(request.chain, request.block_ids[:full])
+        self._coming.settle(request, request.indexed, full)
+        request.indexed = full
+
+    def _wait(self, request: Request) -> None:
+        insort(self._waiting, request, key=lambda each: each.rank)
+
+    def _deadline(self, tokens: int) -> float:
+        """Return until when a load may take: as long as computing its tokens would."""
+        wait_s = self._config.load_wait_s_max
+        if self._recompute_s_per_token is not None:
+            recompute_s = tokens * self._recompute_s_per_token
+            wait_s = min(max(recompute_s, self._config.load_wait_s_min), wait_s)
+        return self._clock.now() + wait_s
