@@ -14,7 +14,6 @@ from kvtier.cache.match import Pending, Ready
 from kvtier.cache.sequence import Sequence
 from kvtier.cache.worker import CacheWorker
 from kvtier.clock import SystemClock
-from kvtier.interfaces import Clock
 from kvtier.testing.pools import TorchPool
 from kvtier.types import Blocks, GroupKind, KVGroup, KVLayout, Namespace, Part, Placement
 
@@ -25,6 +24,7 @@ BLOCK_TOKENS: Final = 16
 _GROUP: Final = KVGroup(
     GroupKind.FULL, layers=(0, 1), kv_heads=2, k_dim=64, v_dim=64, dtype="float32"
 )
+_PLANES: Final = [(layer, part) for layer in _GROUP.layers for part in Part]
 _POLL_S: Final = 0.0005
 
 
@@ -35,22 +35,13 @@ class ToyEngine:
     ``capacity_tokens`` tokens.
     """
 
-    def __init__(
-        self,
-        cache: Cache,
-        *,
-        namespace: Namespace | None = None,
-        capacity_tokens: int = 4096,
-        clock: Clock | None = None,
-    ) -> None:
+    def __init__(self, cache: Cache, *, tenant: str = "", capacity_tokens: int = 4096) -> None:
         """Put a pool and a worker beside the cache."""
         self._cache = cache
-        self._namespace = namespace or Namespace("toy weights", KVLayout((_GROUP,)))
-        self._clock = clock or SystemClock()
+        self._namespace = Namespace("toy weights", KVLayout((_GROUP,)), tenant_salt=tenant)
+        self._clock = SystemClock()
         self._pool = TorchPool(
-            self._namespace.layout.groups,
-            block_count=capacity_tokens // BLOCK_TOKENS,
-            block_tokens=BLOCK_TOKENS,
+            [_GROUP], block_count=capacity_tokens // BLOCK_TOKENS, block_tokens=BLOCK_TOKENS
         )
         self._worker = CacheWorker(Placement(), cache.arena)
         self._worker.register_pool(self._pool)
@@ -106,13 +97,12 @@ class ToyEngine:
 
     def _blocks(self, tokens: int) -> Blocks:
         """The pool's first blocks: this engine has one request, so no table is needed."""
-        ids = tuple(range(-(-tokens // BLOCK_TOKENS)))
-        return Blocks(0, (ids,) * len(self._namespace.layout.groups), BLOCK_TOKENS)
+        return Blocks(0, (tuple(range(tokens // BLOCK_TOKENS)),), BLOCK_TOKENS)
 
     def _compute(self, tokens: TokenSequence[int], start: int) -> None:
         """Write the KV of tokens from ``start`` on into the pool."""
-        for group, layer, part in self._planes():
-            view = self._pool.layer_view(group, layer, part)
+        for layer, part in _PLANES:
+            view = self._pool.layer_view(0, layer, part)
             values = self._values(tokens, layer, part)
             for position in range(start, len(tokens)):
                 block, offset = divmod(position, BLOCK_TOKENS)
@@ -122,23 +112,12 @@ class ToyEngine:
         """Compare the KV of the first tokens in the pool with what computing would have given."""
         import torch
 
-        if not loaded:
-            return
         blocks = range(loaded // BLOCK_TOKENS)
-        for group, layer, part in self._planes():
-            rows = self._pool.rows(group, layer, part, blocks)
+        for layer, part in _PLANES if blocks else ():
+            rows = self._pool.rows(0, layer, part, blocks)
             expected = self._values(tokens, layer, part)[:loaded, None, None].expand_as(rows)
             if not torch.equal(rows, expected):
                 raise AssertionError(f"a tier gave wrong values of layer {layer}")
-
-    def _planes(self) -> list[tuple[int, int, Part]]:
-        groups = self._namespace.layout.groups
-        return [
-            (index, layer, part)
-            for index, group in enumerate(groups)
-            for layer in range(len(group.layers))
-            for part in Part
-        ]
 
     def _values(self, tokens: TokenSequence[int], layer: int, part: Part) -> torch.Tensor:
         """One value per token that depends on all tokens before it, as KV does."""

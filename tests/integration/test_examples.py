@@ -1,0 +1,56 @@
+"""The examples run, as a reader would run them, and end well."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.tidy.sources import ROOT
+
+TIMEOUT_S = 280
+
+
+def run_example(name: str, *arguments: str, folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(ROOT / "examples" / name), *arguments],
+        cwd=folder,
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
+
+
+def test_store_and_load(tmp_path: Path) -> None:
+    said = run_example("store_and_load.py", folder=tmp_path)
+    assert "after restart: {'disk': 512}" in said
+
+
+def test_restart_reuse_gives_the_same_text_from_disk(tmp_path: Path) -> None:
+    said = run_example(
+        "restart_reuse.py",
+        "--json",
+        "--repetitions=1",
+        "--prompt-tokens=600",
+        "--max-tokens=8",
+        "--dram=256MiB",
+        folder=tmp_path,
+    )
+    summary = json.loads(said)
+    (run,) = summary["repetitions"]
+    assert summary["same_text"]
+    assert not any(run["cold"]["cached_by_tier"].values())
+    whole_chunks = run["restarted"]["prompt_tokens"] // 256 * 256
+    assert whole_chunks >= 512
+    assert run["restarted"]["cached_by_tier"]["disk"] == whole_chunks
+
+
+def test_every_example_is_run() -> None:
+    here = Path(__file__).read_text(encoding="utf-8")
+    names = [path.name for path in (ROOT / "examples").glob("*.py")]
+    assert names
+    assert all(f'"{name}"' in here for name in names)
