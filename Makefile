@@ -58,7 +58,7 @@ lint: $(READY) ## format, lint, types, import direction: what CI checks before i
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy
-	.venv/bin/mypy tests examples
+	.venv/bin/mypy tests examples bench
 	.venv/bin/lint-imports
 
 check: lint ## exactly what CI runs
