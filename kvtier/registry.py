@@ -15,7 +15,7 @@ from kvtier.errors import MissingExtraError, RegistryError, nearest
 from kvtier.interfaces import Connector
 
 _EXTRA_REQUIREMENT: Final = re.compile(
-    r"""(?P<module>[\w.-]+).*;.*extra\s*==\s*["'](?P<extra>[\w.-]+)["']"""
+    r"""(?P<package>[\w.-]+).*;.*extra\s*==\s*["'](?P<extra>[\w.-]+)["']"""
 )
 
 
@@ -70,13 +70,21 @@ def import_problem(
     ``MissingExtraError`` with the install command; any other is a ``RegistryError``.
     """
     source = source or distribution("kvtier")
-    module = (error.name or "").partition(".")[0].lower().replace("_", "-")
+    module = _normalized((error.name or "").partition(".")[0])
+    brought: dict[str, list[str]] = {}
     for requirement in source.requires or []:
-        match = _EXTRA_REQUIREMENT.match(requirement)
-        if match and match["module"].lower().replace("_", "-") == module:
-            command = f'pip install "{source.name}[{match["extra"]}]"'
-            return MissingExtraError(f"{what} needs {error.name}: {command}")
-    return RegistryError(f"{what} cannot be imported: {error}")
+        if match := _EXTRA_REQUIREMENT.match(requirement):
+            brought.setdefault(match["extra"], []).append(_normalized(match["package"]))
+    extras = [extra for extra, packages in brought.items() if module in packages]
+    if not extras:
+        return RegistryError(f"{what} cannot be imported: {error}")
+    # The extra that brings the least; others may include it.
+    extra = min(extras, key=lambda name: len(brought[name]))
+    return MissingExtraError(f'{what} needs {error.name}: pip install "{source.name}[{extra}]"')
+
+
+def _normalized(name: str) -> str:
+    return name.lower().replace("_", "-")
 
 
 policies: Final = Registry("kvtier.policies", "policy")

@@ -52,7 +52,7 @@ def _show_version(wanted: bool) -> None:  # noqa: FBT001
 
 @app.callback()
 def options(
-    version: bool = typer.Option(  # noqa: ARG001, FBT001
+    version: bool = typer.Option(  # noqa: FBT001
         False, "--version", callback=_show_version, is_eager=True, help="Print the version."
     ),
 ) -> None:
