@@ -203,7 +203,7 @@ async def test_a_delta_is_sent_before_the_next_one_is_made() -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stream": True}
     call = RawCall(Api(Halting(gate)).app, "/v1/chat/completions", body)
     running = asyncio.create_task(call.run())
-    await call.sent_text(b'"content": "a"')
+    await call.sent_text(b'"content":"a"')
     assert not gate.is_set()
     gate.set()
     await running

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from kvtier_engine.api import limits
 from kvtier_engine.types import FinishReason, GenerateRequest
-from tests.lib.api_fakes import ScriptedEngine, Step
+from tests.lib.api_fakes import ByteTokenizer, ScriptedEngine, Step
 from tests.lib.api_harness import MODEL, Api, error_of, events
 
 
@@ -43,10 +45,20 @@ async def test_prompts_come_in_four_forms() -> None:
     ]  # fmt: skip
 
 
-async def test_a_long_text_prompt_is_encoded_whole() -> None:
-    engine = ScriptedEngine()
-    response = await Api(engine, context=50_000).complete("x" * 5_000, max_tokens=1)
-    assert response.json()["usage"]["prompt_tokens"] == 5_000
+async def test_a_long_text_prompt_is_encoded_beside_the_loop() -> None:
+    threads: list[str] = []
+
+    class Watched(ByteTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            threads.append(threading.current_thread().name)
+            return super().encode(text, add_special_tokens=add_special_tokens)
+
+    api = Api(context=50_000, tokenizer=Watched())
+    for length in (limits.INLINE_ENCODE_CHARS_MAX, limits.INLINE_ENCODE_CHARS_MAX + 1):
+        usage = (await api.complete("x" * length, max_tokens=1)).json()["usage"]
+        assert usage["prompt_tokens"] == length
+    assert threads[0] == threading.main_thread().name
+    assert threads[1] != threads[0]
 
 
 async def test_choices_and_batches_are_numbered_prompt_by_prompt() -> None:

@@ -43,7 +43,7 @@ async def test_b95_a_client_gone_in_mid_stream_frees_everything(n: int) -> None:
     body = {"model": MODEL, "prompt": "x", "stream": True, "n": n, "max_tokens": 1000}
     call = RawCall(api.app, "/v1/completions", body)
     running = asyncio.create_task(call.run())
-    await call.sent_text(b'"text": "b"')
+    await call.sent_text(b'"text":"b"')
     call.hang_up.set()
     await running
     assert not engine.running

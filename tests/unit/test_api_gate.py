@@ -195,8 +195,8 @@ async def test_a_failure_after_the_first_event_ends_the_stream_as_an_event() -> 
     response = await Api(engine).complete(stream=True)
     assert response.status_code == 200
     lines = response.text.strip().split("\n\n")
-    assert '"text": "a"' in lines[0]
-    assert '"code": "internal_error"' in lines[1]
+    assert '"text":"a"' in lines[0]
+    assert '"code":"internal_error"' in lines[1]
     assert len(lines) == 2
     assert "secret" not in response.text
 

@@ -10,7 +10,7 @@ import pytest
 from kvtier.config import Durability, WriteMode
 from kvtier.constants import GIB, MIB
 from kvtier.errors import ConfigError
-from kvtier_engine.options import OPTIONS, usage
+from kvtier_engine.options import OPTIONS, shown_default, usage
 from kvtier_engine.settings import Settings, load_settings
 
 
@@ -189,3 +189,27 @@ def test_help_names_every_option() -> None:
     for option in OPTIONS:
         assert f"  {option.flag} {option.metavar}".rstrip() in text
     assert max(map(len, text.splitlines())) <= 100
+
+
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+
+
+def table_rows(page: str) -> list[list[str]]:
+    """The cells of every table row of a page, without the code marks."""
+    lines = (REFERENCE / page).read_text().replace("`", "").splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "|" in line]
+
+
+def test_the_page_of_options_lists_each_as_it_is() -> None:
+    rows = table_rows("serve-options.md")
+    for option in OPTIONS:
+        name = f"{option.flag} {option.metavar}".rstrip()
+        assert [name, shown_default(option), option.help] in rows, name
+    assert len(rows) == len(OPTIONS) + len(["head", "rule", "--config", "--help", "--version"])
+
+
+def test_the_page_of_variables_lists_each_as_it_is() -> None:
+    rows = table_rows("env.md")
+    for option in OPTIONS:
+        row = [option.variable, option.flag, shown_default(option), option.help]
+        assert row in rows, option.name

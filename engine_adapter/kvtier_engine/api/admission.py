@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http import HTTPStatus
 
-from kvtier_engine.api.errors import ApiError, unavailable
-from kvtier_engine.api.limits import RETRY_AFTER_S
+from kvtier_engine.api.errors import queue_full, unavailable
 
 
 class Admission:
@@ -42,14 +40,7 @@ class Admission:
         if self._draining:
             raise unavailable("The server is shutting down.", code="shutting_down")
         if self._sequences + count > self._sequences_max:
-            raise ApiError(
-                HTTPStatus.TOO_MANY_REQUESTS,
-                f"The queue is full: {self._sequences} sequences are being served or wait, and at "
-                f"most {self._sequences_max} may. Try again later.",
-                code="queue_full",
-                kind="rate_limit_error",
-                headers={"retry-after": str(RETRY_AFTER_S)},
-            )
+            raise queue_full()
         self._sequences += count
         try:
             yield

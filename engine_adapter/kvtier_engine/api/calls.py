@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from kvtier_engine.api.limits import INLINE_ENCODE_CHARS_MAX
 from kvtier_engine.api.ports import ServedModel, TokenizerLike
 from kvtier_engine.api.sampling import choice_seed
 from kvtier_engine.api.schemas import CommonBody
+from kvtier_engine.api.streaming import compact_json
 from kvtier_engine.types import Delta, GenerateRequest, SamplingParams
 
 
@@ -86,7 +86,7 @@ class Envelope:
 
     def event_prefix(self, kind: str) -> str:
         """Return the envelope as JSON text, open for the fields that follow."""
-        return json.dumps(self.fields(kind))[:-1] + ", "
+        return compact_json(self.fields(kind))[:-1] + ","
 
 
 def check_model(name: str | None, model: ServedModel) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -22,7 +21,7 @@ from kvtier_engine.api.logprobs import chat_logprobs
 from kvtier_engine.api.ports import ServedModel, TokenizerLike
 from kvtier_engine.api.sampling import sampling_params
 from kvtier_engine.api.schemas import ChatBody, parse_body
-from kvtier_engine.api.streaming import sse
+from kvtier_engine.api.streaming import compact_json, sse
 from kvtier_engine.types import Delta
 
 #: Roles of a message, each with the role that the template knows.
@@ -134,7 +133,7 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._logprobs = logprobs
         self._prefix = envelope.event_prefix("chat.completion.chunk")
-        self._suffix = ', "usage": null}' if null_usage else "}"
+        self._suffix = ',"usage":null}' if null_usage else "}"
         self._opened: set[int] = set()
 
     def answer(self, choices: Sequence[Collected], usage: dict[str, Any]) -> dict[str, Any]:
@@ -161,12 +160,12 @@ class ChatRenderer:
         events = []
         if index not in self._opened:
             self._opened.add(index)
-            events.append(self._event(index, '{"role": "assistant", "content": ""}'))
+            events.append(self._event(index, '{"role":"assistant","content":""}'))
         if delta.text or (self._logprobs and delta.logprobs):
             logprobs = "null"
             if self._logprobs and delta.logprobs:
-                logprobs = json.dumps(chat_logprobs(self._tokenizer, delta.logprobs))
-            text = f'{{"content": {json.dumps(delta.text)}}}'
+                logprobs = compact_json(chat_logprobs(self._tokenizer, delta.logprobs))
+            text = f'{{"content":{compact_json(delta.text)}}}'
             events.append(self._event(index, text, logprobs))
         if delta.finish_reason is not None:
             events.append(self._event(index, "{}", finish_reason=f'"{delta.finish_reason}"'))
@@ -174,13 +173,13 @@ class ChatRenderer:
 
     def usage_event(self, usage: dict[str, Any]) -> bytes:
         """Return the event that carries the usage."""
-        return sse(f'{self._prefix}"choices": [], "usage": {json.dumps(usage)}}}')
+        return sse(f'{self._prefix}"choices":[],"usage":{compact_json(usage)}}}')
 
     def _event(
         self, index: int, delta: str, logprobs: str = "null", finish_reason: str = "null"
     ) -> bytes:
         """Put an event together by hand: one runs per token and choice."""
         return sse(
-            f'{self._prefix}"choices": [{{"index": {index}, "delta": {delta}, '
-            f'"logprobs": {logprobs}, "finish_reason": {finish_reason}}}]{self._suffix}'
+            f'{self._prefix}"choices":[{{"index":{index},"delta":{delta},'
+            f'"logprobs":{logprobs},"finish_reason":{finish_reason}}}]{self._suffix}'
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from kvtier_engine.api.logprobs import CompletionLogprobs
 from kvtier_engine.api.ports import ServedModel, TokenizerLike
 from kvtier_engine.api.sampling import sampling_params
 from kvtier_engine.api.schemas import CompletionBody, parse_body
-from kvtier_engine.api.streaming import sse
+from kvtier_engine.api.streaming import compact_json, sse
 from kvtier_engine.types import Delta, FinishReason
 
 #: OpenAI's default for this endpoint.
@@ -132,7 +131,7 @@ class CompletionRenderer:
         self._logprobs = logprobs
         self._drop_output = drop_output
         self._prefix = envelope.event_prefix("text_completion")
-        self._suffix = ', "usage": null}' if null_usage else "}"
+        self._suffix = ',"usage":null}' if null_usage else "}"
         self._streams: dict[int, CompletionLogprobs] = {}
 
     def answer(self, choices: Sequence[Collected], usage: dict[str, Any]) -> dict[str, Any]:
@@ -146,12 +145,12 @@ class CompletionRenderer:
         collected.add(delta)
         choice = self._choice(index, collected)
         says = choice["text"] or choice["logprobs"] or choice["finish_reason"]
-        data = f'{self._prefix}"choices": [{json.dumps(choice)}]{self._suffix}'
+        data = f'{self._prefix}"choices":[{compact_json(choice)}]{self._suffix}'
         return [sse(data)] if says else []
 
     def usage_event(self, usage: dict[str, Any]) -> bytes:
         """Return the event that carries the usage."""
-        return sse(f'{self._prefix}"choices": [], "usage": {json.dumps(usage)}}}')
+        return sse(f'{self._prefix}"choices":[],"usage":{compact_json(usage)}}}')
 
     def _choice(self, index: int, collected: Collected) -> dict[str, Any]:
         opening = index not in self._streams

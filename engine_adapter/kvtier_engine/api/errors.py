@@ -8,6 +8,8 @@ from http import HTTPStatus
 
 from starlette.responses import Response
 
+from kvtier_engine.api.limits import RETRY_AFTER_S
+
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 
@@ -79,6 +81,17 @@ def context_length_exceeded(prompt_tokens: int, output_tokens: int, limit: int) 
     )
 
 
+def queue_full() -> ApiError:
+    """Return the 429 of a server that has as much to do as it may take on."""
+    return ApiError(
+        HTTPStatus.TOO_MANY_REQUESTS,
+        "The queue is full: as many sequences are being served or wait as may. Try again later.",
+        code="queue_full",
+        kind="rate_limit_error",
+        headers={"retry-after": str(RETRY_AFTER_S)},
+    )
+
+
 def unavailable(message: str, *, code: str) -> ApiError:
     """Return the 503 of a server that will not take this request now."""
     return ApiError(
@@ -86,7 +99,7 @@ def unavailable(message: str, *, code: str) -> ApiError:
         message,
         code=code,
         kind=SERVER_ERROR,
-        headers={"retry-after": "1"},
+        headers={"retry-after": str(RETRY_AFTER_S)},
     )
 
 

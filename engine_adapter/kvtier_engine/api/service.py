@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Final
 
 from starlette.responses import Response
 from starlette.types import Receive
@@ -18,7 +19,15 @@ from kvtier.interfaces import Clock
 from kvtier.obs.stats import Histogram
 from kvtier_engine.api.admission import Admission
 from kvtier_engine.api.calls import Call
-from kvtier_engine.api.errors import ApiError, internal_error, unavailable
+from kvtier_engine.api.errors import (
+    SERVER_ERROR,
+    ApiError,
+    bad_request,
+    context_length_exceeded,
+    internal_error,
+    queue_full,
+    unavailable,
+)
 from kvtier_engine.api.generation import Collected, SequenceFailedError, UsageTotals, merged
 from kvtier_engine.api.ports import Generator
 from kvtier_engine.api.streaming import (
@@ -28,15 +37,42 @@ from kvtier_engine.api.streaming import (
     sse,
     while_connected,
 )
+from kvtier_engine.refusal import (
+    ContextLengthError,
+    EngineStoppedError,
+    QueueFullError,
+    RequestRefusedError,
+)
 
 _log = logging.getLogger(__name__)
+
+
+#: What requests are counted by.
+ENDPOINTS: Final = ("completions", "chat")
+
+
+class Outcome(StrEnum):
+    """How a request ended. ``refused``: it was at fault itself; ``aborted``: the server stopped."""
+
+    OK = "ok"
+    REFUSED = "refused"
+    QUEUE_FULL = "queue_full"
+    DISCONNECTED = "disconnected"
+    ABORTED = "aborted"
+    ERROR = "error"
+
+
+_OUTCOME_OF_STATUS: Final = {
+    HTTPStatus.TOO_MANY_REQUESTS: Outcome.QUEUE_FULL,
+    HTTPStatus.SERVICE_UNAVAILABLE: Outcome.ABORTED,
+}
 
 
 @dataclass(slots=True)
 class RequestCounters:
     """Requests by endpoint and outcome, and how long whole answers took."""
 
-    outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    outcomes: Counter[tuple[str, Outcome]] = field(default_factory=Counter)
     duration: Histogram = field(default_factory=Histogram)
 
 
@@ -56,7 +92,7 @@ class Service:
 
     def refused(self, endpoint: str) -> None:
         """Count a request that was not understood or not allowed."""
-        self._counters.outcomes[endpoint, "refused"] += 1
+        self._counters.outcomes[endpoint, Outcome.REFUSED] += 1
 
     async def answer(self, call: Call, receive: Receive) -> Response:
         """Run a call. A client that hangs up ends its generation at once, streaming or not."""
@@ -72,7 +108,7 @@ class Service:
     async def _collected(self, call: Call) -> dict[str, Any]:
         choices = [Collected() for _ in call.requests]
         usage = UsageTotals(call.choices)
-        with self._running_boundary(call):
+        with self._running(call):
             streams = [self._engine.generate(request) for request in call.requests]
             async with aclosing(merged(streams)) as deltas:
                 async for index, delta in deltas:
@@ -82,7 +118,7 @@ class Service:
 
     async def _events(self, call: Call) -> AsyncGenerator[bytes, None]:
         usage = UsageTotals(call.choices)
-        with self._running_boundary(call):
+        with self._running(call):
             streams = [self._engine.generate(request) for request in call.requests]
             async with aclosing(merged(streams)) as deltas:
                 async for index, delta in deltas:
@@ -94,28 +130,42 @@ class Service:
             yield sse("[DONE]")
 
     @contextmanager
-    def _running_boundary(self, call: Call) -> Iterator[None]:
-        """Hold the call's places, note its outcome, and let only ``ApiError`` out."""
-        outcome = "disconnected"
+    def _running(self, call: Call) -> Iterator[None]:
+        """Hold the call's places and note its outcome; only ``ApiError`` comes out."""
+        outcome = Outcome.DISCONNECTED
         started = self._clock.now()
         try:
-            with self._admission.hold(len(call.requests)):
+            with self._admission.hold(len(call.requests)), _errors_boundary(call):
                 yield
-            outcome = "ok"
+            outcome = Outcome.OK
             self._counters.duration.observe(self._clock.now() - started)
         except ApiError as error:
-            full = error.status is HTTPStatus.TOO_MANY_REQUESTS
-            outcome = "queue_full" if full else "refused"
+            server = error.kind == SERVER_ERROR
+            default = Outcome.ERROR if server else Outcome.REFUSED
+            outcome = _OUTCOME_OF_STATUS.get(error.status, default)
             raise
-        except SequenceFailedError as error:
-            outcome = "error"
-            if error.aborted:
-                raise unavailable("The server gave this request up.", code="aborted") from error
-            _log.error("%s failed: %s", call.call_id, error)
-            raise internal_error(call.call_id) from error
-        except Exception as error:
-            outcome = "error"
-            _log.exception("%s failed", call.call_id)
-            raise internal_error(call.call_id) from error
         finally:
             self._counters.outcomes[call.endpoint, outcome] += 1
+
+
+@contextmanager
+def _errors_boundary(call: Call) -> Iterator[None]:
+    """Turn whatever an engine may raise into the ``ApiError`` that the client may see."""
+    try:
+        yield
+    except ContextLengthError as error:
+        raise context_length_exceeded(error.prompt_tokens, error.max_tokens, error.limit) from error
+    except QueueFullError as error:
+        raise queue_full() from error
+    except EngineStoppedError as error:
+        raise unavailable("The engine has stopped.", code="engine_stopped") from error
+    except RequestRefusedError as error:
+        raise bad_request(f"The engine refused the request: {error}.") from error
+    except SequenceFailedError as error:
+        if error.aborted:
+            raise unavailable("The server gave this request up.", code="aborted") from error
+        _log.error("%s failed: %s", call.call_id, error)
+        raise internal_error(call.call_id) from error
+    except Exception as error:
+        _log.exception("%s failed", call.call_id)
+        raise internal_error(call.call_id) from error

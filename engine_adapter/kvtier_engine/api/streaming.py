@@ -89,10 +89,15 @@ class EventStream(Response):
                 async for event in events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
             except ApiError as error:
-                body = sse(json.dumps(error.body()))
+                body = sse(compact_json(error.body()))
                 await send({"type": "http.response.body", "body": body, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         return None
+
+
+def compact_json(value: Any) -> str:
+    """Return a value as JSON in one line of ASCII, without spaces between its parts."""
+    return json.dumps(value, separators=(",", ":"))
 
 
 def sse(data: str) -> bytes:

@@ -1,0 +1,253 @@
+"""Assembly: from settings to an engine with its model, pool and cache, and to the application."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+from kvtier.cache.cache import Cache
+from kvtier.cache.planner import chunk_shape
+from kvtier.cache.worker import CacheWorker
+from kvtier.clock import SystemClock
+from kvtier.config import CacheConfig, format_size
+from kvtier.errors import ConfigError
+from kvtier.registry import codecs
+from kvtier.types import KVLayout, Namespace, Placement
+from kvtier_engine.api.admission import Admission
+from kvtier_engine.api.app import Health, create_app
+from kvtier_engine.api.limits import QUEUED_SEQUENCES_MAX
+from kvtier_engine.api.ports import ServedModel
+from kvtier_engine.api.service import Service
+from kvtier_engine.block_pool import BlockPool
+from kvtier_engine.cache_link import CacheLink, Link, NoLink
+from kvtier_engine.core import EngineCore
+from kvtier_engine.engine import Engine
+from kvtier_engine.kv_pool import KVPool
+from kvtier_engine.options import DeviceChoice, DtypeChoice
+from kvtier_engine.prometheus import EngineCollector, Snapshot
+from kvtier_engine.refusal import EngineLimits
+from kvtier_engine.runner import ModelRunner
+from kvtier_engine.scheduler import SchedulerConfig
+from kvtier_engine.settings import EngineConfig, Settings
+from kvtier_engine.status import Facts, health_of, is_degraded
+from kvtier_engine.tokenizer import Tokenizer
+from kvtier_engine.weights.load import LoadedModel, kv_layout, load_model
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """A cache and the worker that moves between it and the pool."""
+
+    cache: Cache
+    worker: CacheWorker
+
+
+class Server:
+    """Everything that serves, put together. Its application is run once; then it is closed."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        model: ServedModel,
+        facts: Facts,
+        tiers: Tiers | None,
+    ) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.model = model
+        self.facts = facts
+        self.admission = Admission(_sequences_max(settings.config))
+        self._tiers = tiers
+        self._started = False
+        self._service = Service(engine, self.admission, SystemClock())
+        self._registry = CollectorRegistry()
+        self._registry.register(EngineCollector(self.snapshot))
+
+    def snapshot(self) -> Snapshot:
+        """Return every figure as it stands. On the event loop's thread."""
+        cache = None if self._tiers is None else self._tiers.cache.stats()
+        return Snapshot(
+            engine=self.engine.stats(),
+            cache=cache,
+            requests=self._service.counters,
+            block_bytes=self.facts.block_bytes,
+            degraded=is_degraded(self.facts, cache),
+        )
+
+    def health(self) -> Health:
+        """Return what ``/health`` answers."""
+        now = self.snapshot()
+        draining = self.admission.draining
+        return health_of(self.model, self.facts, now.engine, now.cache, draining=draining)
+
+    def application(self) -> FastAPI:
+        """Return the HTTP application; its lifespan starts the engine and closes everything."""
+        return create_app(
+            self._service,
+            self.tokenizer,
+            self.model,
+            self.settings,
+            health=self.health,
+            registry=self._registry,
+            lifespan=self._lifespan,
+        )
+
+    @asynccontextmanager
+    async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        del app
+        self._started = True
+        self.engine.start()
+        yield
+        # Nobody listens any more, so blocking the loop holds nobody up.
+        self.close()
+
+    def close(self) -> None:
+        """Abort what still runs, write out what is dirty, end every thread. Blocks; idempotent."""
+        if self._started:
+            self.engine.stop(0)
+        if self._tiers is not None:
+            self._tiers.worker.close()
+            self._tiers.cache.close()
+
+
+def build(settings: Settings) -> Server:
+    """Load the model and put the server together; blocks. Requests wait for the application.
+
+    Raises ``KVTierError`` for settings that cannot be. A cache that cannot be set up is no error:
+    the server is degraded and computes everything.
+    """
+    config = settings.config
+    device = _device(config.device)
+    dtype = None if config.dtype is DtypeChoice.AUTO else config.dtype.value
+    weights_id = config.weights_id or None
+    loaded = load_model(config.model, device=device, dtype=dtype, weights_id=weights_id)
+    layout = kv_layout(loaded.config, loaded.dtype, config.chunk_tokens)
+    pool = KVPool(
+        layout, block_tokens=config.block_tokens, capacity_bytes=config.kv_bytes, device=device
+    )
+    model = ServedModel(
+        name=config.served_model_name or loaded.name,
+        context_tokens=_context_tokens(config, loaded, pool),
+        vocab_size=loaded.config.vocab_size,
+        weights_id=loaded.weights_id,
+        created=int(time.time()),
+    )
+    cache_config = config.cache_config()
+    chunk_bytes = chunk_shape(layout, codecs.load(config.codec)()).chunk_bytes
+    if cache_config is not None:
+        _check_room(cache_config, chunk_bytes)
+    tiers, problem = _tiers_boundary(cache_config, pool)
+    engine = _engine(config, loaded, layout, pool, model, tiers)
+    facts = Facts(
+        device=device,
+        dtype=loaded.dtype,
+        block_tokens=config.block_tokens,
+        block_bytes=pool.bytes_per_block,
+        chunk_tokens=config.chunk_tokens,
+        codec=config.codec,
+        stored_bytes_per_token=chunk_bytes / config.chunk_tokens,
+        cache_problem=problem,
+    )
+    return Server(settings, engine, loaded.tokenizer, model, facts, tiers)
+
+
+def _engine(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    layout: KVLayout,
+    pool: KVPool,
+    model: ServedModel,
+    tiers: Tiers | None,
+) -> Engine:
+    clock = SystemClock()
+    blocks = BlockPool(pool.block_count, pool.block_tokens)
+    namespace = Namespace(weights_id=loaded.weights_id, layout=layout, rope=loaded.rope_text)
+    link: Link = NoLink()
+    if tiers is not None:
+        link = CacheLink(tiers.cache, tiers.worker, namespace, blocks)
+    core = EngineCore(
+        ModelRunner(loaded, pool, max_rows=config.max_num_seqs),
+        blocks,
+        link,
+        config=SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens),
+        detokenizer=partial(loaded.tokenizer.detokenizer),
+        end_ids=frozenset(loaded.tokenizer.eos_ids),
+        clock=clock,
+    )
+    limits = EngineLimits(model.context_tokens, model.vocab_size, _sequences_max(config))
+    return Engine(core, limits, clock)
+
+
+def _tiers_boundary(config: CacheConfig | None, pool: KVPool) -> tuple[Tiers | None, str]:
+    """Open the cache, or say why there is none: a cache is worth less than an answer."""
+    if config is None:
+        return None, ""
+    try:
+        cache = Cache(config)
+    except ConfigError:
+        raise
+    except Exception as error:
+        _log.exception("the cache could not be set up; everything will be computed")
+        return None, f"{type(error).__name__}: {error}"
+    worker = CacheWorker(Placement(), cache.arena)
+    worker.register_pool(pool)
+    return Tiers(cache, worker), ""
+
+
+def _sequences_max(config: EngineConfig) -> int:
+    return config.max_num_seqs + QUEUED_SEQUENCES_MAX
+
+
+def _device(choice: DeviceChoice) -> str:
+    if choice is DeviceChoice.AUTO:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if choice is DeviceChoice.CUDA and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: this machine or this torch has no CUDA device")
+    return choice.value
+
+
+def _context_tokens(config: EngineConfig, loaded: LoadedModel, pool: KVPool) -> int:
+    """Return the context limit: what the model knows, the pool holds and the operator wants."""
+    held = pool.block_count * pool.block_tokens
+    if held < config.chunk_tokens:
+        needed = format_size(pool.bytes_per_block * (config.chunk_tokens // config.block_tokens))
+        raise ConfigError(
+            f"--kv-bytes {format_size(config.kv_bytes)} holds {held} tokens, less than a chunk of "
+            f"{config.chunk_tokens}; allowed: {needed} or more"
+        )
+    known = loaded.config.context_tokens
+    wanted = config.max_model_len
+    if wanted > known:
+        raise ConfigError(f"--max-model-len {wanted}: the model knows {known} tokens")
+    if wanted > held:
+        raise ConfigError(
+            f"--max-model-len {wanted} does not fit into --kv-bytes "
+            f"{format_size(config.kv_bytes)}, which holds {held} tokens"
+        )
+    return wanted or min(known, held)
+
+
+def _check_room(config: CacheConfig, chunk_bytes: int) -> None:
+    if config.dram_bytes < chunk_bytes:
+        raise ConfigError(
+            f"--dram {format_size(config.dram_bytes)} holds no chunk, which takes "
+            f"{format_size(chunk_bytes)}"
+        )
+    if config.disk is not None and config.disk.capacity_bytes < chunk_bytes:
+        raise ConfigError(
+            f"--disk-bytes {format_size(config.disk.capacity_bytes)} holds no chunk, which takes "
+            f"{format_size(chunk_bytes)}"
+        )
