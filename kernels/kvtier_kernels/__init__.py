@@ -1,1 +1,1 @@
-"""Kernels: a folder per operation (checked entry, Triton, reference); imports torch, never kvtier."""
+"""Kernels: a folder per operation (checked entry, Triton, reference); torch, never kvtier."""
