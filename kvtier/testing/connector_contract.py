@@ -122,7 +122,7 @@ class ConnectorContract(ABC):
 
     @pytest.mark.parametrize(("offset", "there"), [(0, 1000), (990, 10), (1000, 0), (5000, 0)])
     async def test_range_behind_the_end_is_never_full(self, offset: int, there: int) -> None:
-        """Asked for more than there is, a read never claims to be full, and what it claims is right.
+        """Asked for more than there is, a read is never full, and what it claims is right.
 
         Fewer bytes, a miss and an error are all fair answers.
         """
