@@ -147,7 +147,7 @@ def seal(slot: memoryview, description: ShardDescription) -> ShardHeader:
     known["section_offsets"] = geometry.section_offsets
     known["section_checksums"] = tuple(checksums)
     header = ShardHeader(**known)
-    data[: geometry.header_bytes] = _encode(header, geometry.header_bytes)
+    data[: geometry.header_bytes] = _encode(header, geometry)
     return header
 
 
@@ -184,7 +184,7 @@ def parse_header(data: memoryview) -> ShardHeader:
         raise FormatError("header: section_checksums and section_bytes differ in number")
     for index, digest in enumerate(header.section_checksums):
         _check_bytes(f"section_checksums[{index}]", digest, CHECKSUM_BYTES)
-    if geometry.header_bytes != header_bytes or _encode(header, header_bytes) != page:
+    if _encode(header, geometry) != page:
         raise FormatError("header: not the canonical form")
     return header
 
@@ -258,15 +258,17 @@ def _read_prefix(data: memoryview) -> tuple[int, int]:
     return header_bytes, body_bytes
 
 
-def _encode(header: ShardHeader, header_bytes: int) -> bytes:
+def _encode(header: ShardHeader, geometry: ShardGeometry) -> bytes:
     """Return a header whose fields have been checked, padded and with its own checksum."""
     wire = {name: getattr(header, name) for name in _HEADER_FIELDS}
+    # Not the header's own, which on the way in may be floats that equal the integers.
+    wire["section_offsets"] = geometry.section_offsets
     wire["codec_params"] = dict(sorted(header.codec_params.items()))
     wire["layout"] = {name: getattr(header.layout, name) for name in _LAYOUT_FIELDS}
     body = msgpack.packb(wire)
-    room = header_bytes - _PREFIX.size - _HEADER_CHECKSUM.size
+    room = geometry.header_bytes - _PREFIX.size - _HEADER_CHECKSUM.size
     assert len(body) <= room, f"a header body of {len(body)} bytes exceeds its bound {room}"
-    prefix = _PREFIX.pack(SHARD_MAGIC, SHARD_FORMAT_VERSION, header_bytes, len(body))
+    prefix = _PREFIX.pack(SHARD_MAGIC, SHARD_FORMAT_VERSION, geometry.header_bytes, len(body))
     summed = b"".join((prefix, body, bytes(room - len(body))))
     return summed + _HEADER_CHECKSUM.pack(xxhash.xxh3_64_intdigest(summed))
 

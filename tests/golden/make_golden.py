@@ -1,8 +1,8 @@
 """Write the golden vectors of keys and the golden shard files of the current format version.
 
-``python tests/golden/make_golden.py [FOLDER]`` writes into this folder unless told otherwise. Run it
-only when the key scheme or the format version is raised on purpose: a key that changes makes every
-cache in the field miss. Shard files of earlier versions stay as they are.
+``python tests/golden/make_golden.py [FOLDER]`` writes into this folder unless told otherwise. Run
+it only when the key scheme or the format version is raised on purpose: a key that changes makes
+every cache in the field miss. Shard files of earlier versions stay as they are.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import hashlib
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -106,10 +107,14 @@ def read_integers(data: bytes) -> tuple[int, ...]:
 
 def read_group(data: bytes) -> KVGroup:
     kind, layers, heads, k_dim, v_dim, dtype, window = read_struct(data, 7)
-    numbers = [read_integers(value)[0] for value in (heads, k_dim, v_dim)]
-    window_tokens = read_integers(window)[0]
     return KVGroup(
-        GroupKind(kind.decode()), read_integers(layers), *numbers, dtype.decode(), window_tokens
+        kind=GroupKind(kind.decode()),
+        layers=read_integers(layers),
+        kv_heads=read_integers(heads)[0],
+        k_dim=read_integers(k_dim)[0],
+        v_dim=read_integers(v_dim)[0],
+        dtype=dtype.decode(),
+        window_tokens=read_integers(window)[0],
     )
 
 
@@ -162,22 +167,24 @@ def test_tokens_in_any_pieces_give_the_keys_of_the_whole(
     root = namespace_digest(namespace)
     sequence = Sequence(namespace, root)
     edges = [0, *sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         sequence.append(tokens[start:end])
         assert sequence.token_count == end
 
     expected: list[bytes] = []
     digest = root
     for start in range(0, len(tokens) - len(tokens) % size, size):
-        digest = hashlib.sha256(digest + struct.pack(f"<{size}i", *tokens[start : start + size]))
-        digest = digest.digest()
+        words = struct.pack(f"<{size}i", *tokens[start : start + size])
+        digest = hashlib.sha256(digest + words).digest()
         expected.append(digest)
     assert sequence.chunk_keys == expected
     parents = [sequence.entry_parent(index) for index in range(len(expected) + 1)]
     assert parents == [None, *expected]
 
 
-@given(st.lists(TOKENS, min_size=1), st.lists(TOKENS, min_size=1), st.binary(min_size=32, max_size=32))
+@given(
+    st.lists(TOKENS, min_size=1), st.lists(TOKENS, min_size=1), st.binary(min_size=32, max_size=32)
+)
 def test_chunks_share_a_key_only_if_they_share_their_tokens(
     first: list[int], second: list[int], parent: bytes
 ) -> None:

@@ -132,7 +132,9 @@ def test_b32_a_shard_key_holds_the_whole_address() -> None:
 
 def test_b33_texts_with_delimiters_never_collide(rng: random.Random) -> None:
     hostile = ["p%q\0r", "p\0q%r", "a/b", "a", "b", "/", "@", "%", ":", " ", "\u00e9", "e\u0301"]
-    names = hostile + ["".join(rng.choices("ab%:/@\0 \u00e9", k=rng.randint(0, 6))) for _ in range(1000)]
+    names = hostile + [
+        "".join(rng.choices("ab%:/@\0 \u00e9", k=rng.randint(0, 6))) for _ in range(1000)
+    ]
     pairs = {(names[i], names[-i]) for i in range(len(names))}
     encodings = {
         encode_namespace(replace(NAMESPACE, adapter_id=adapter, tenant_salt=salt))

@@ -133,7 +133,10 @@ def test_a_replica_is_sent_to_its_owner() -> None:
         (replace(PLAIN, stage_starts=()), "length of stage_starts is 0"),
         (replace(PLAIN, stage_starts=(1,)), "stage_starts begins with 1"),
         (replace(PLAIN, stage_starts=(0, 8, 8)), r"stage_starts\[2\] is 8; .* from 9"),
-        (replace(PLAIN, groups=(FULL, FULL)), r"groups\[1\].layers holds layer 0, which groups\[0\]"),
+        (
+            replace(PLAIN, groups=(FULL, FULL)),
+            r"groups\[1\].layers holds layer 0, which groups\[0\]",
+        ),
         (KVLayout((replace(FULL, kind="ful"),)), "kind is 'ful'; allowed are full, window, latent"),  # type: ignore[arg-type]
         (KVLayout((replace(FULL, layers=()),)), "length of groups.0..layers is 0"),
         (KVLayout((replace(FULL, layers=(3, 2)),)), r"layers\[1\] is 2"),
@@ -172,7 +175,9 @@ def test_b132_a_chunk_is_a_whole_number_of_blocks() -> None:
     for block_tokens in (1, 16, 256):
         check_block_tokens(PLAIN, block_tokens)
     for block_tokens in (48, 512):
-        with pytest.raises(LayoutError, match=f"chunk_tokens is 256 and block_tokens is {block_tokens}"):
+        with pytest.raises(
+            LayoutError, match=f"chunk_tokens is 256 and block_tokens is {block_tokens}"
+        ):
             check_block_tokens(PLAIN, block_tokens)
     with pytest.raises(LayoutError, match="block_tokens is 0"):
         check_block_tokens(PLAIN, 0)

@@ -20,7 +20,9 @@ def chained(tokens: tuple[int, ...]) -> list[bytes]:
     keys: list[bytes] = []
     for start in range(0, len(tokens) - 3, 4):
         parent = keys[-1] if keys else ROOT
-        keys.append(hashlib.sha256(parent + struct.pack("<4i", *tokens[start : start + 4])).digest())
+        keys.append(
+            hashlib.sha256(parent + struct.pack("<4i", *tokens[start : start + 4])).digest()
+        )
     return keys
 
 

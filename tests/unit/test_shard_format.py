@@ -338,9 +338,7 @@ def expected_of(header: ShardHeader) -> dict[str, object]:
         ("codec", "int8"),
     ],
 )
-def test_b32_b35_b78_another_sound_shard_is_not_the_one_asked_for(
-    name: str, other: object
-) -> None:
+def test_b32_b35_b78_another_sound_shard_is_not_the_one_asked_for(name: str, other: object) -> None:
     header = seal(memoryview(packed()), DESCRIPTION)
     expected = expected_of(header)
     check_identity(header, **expected)  # type: ignore[arg-type]
