@@ -13,22 +13,23 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
-from kvtier.cache.cache import Cache
-from kvtier.cache.match import Pending
-from kvtier.cache.worker import CacheWorker
-from kvtier.clock import SystemClock
-from kvtier.config import CacheConfig, DiskConfig
-from kvtier.constants import GIB, MIB
-from kvtier.testing.pools import TorchPool
-from kvtier.types import (
+from kvtier import (
     Blocks,
+    Cache,
+    CacheConfig,
+    CacheWorker,
+    DiskConfig,
     GroupKind,
     KVGroup,
     KVLayout,
     Namespace,
-    Part,
+    Pending,
     Placement,
 )
+from kvtier.clock import SystemClock
+from kvtier.constants import GIB, MIB
+from kvtier.testing.pools import TorchPool
+from kvtier.types import Part
 
 BLOCK_TOKENS = 16
 PROMPT = list(range(512))
