@@ -20,8 +20,8 @@ class KVPool:
 
     ``capacity_bytes`` is an upper bound; the pool holds as many whole blocks as fit. All memory is
     reserved at construction and reads as zero. On a CPU it lies in huge pages where the kernel
-    offers them: a fresh small page costs more than filling it. Not thread-safe: the engine orders its steps
-    and KVTier's loads and stores so that no block is read while it is written.
+    offers them: a fresh small page costs more than filling it. Not thread-safe: the engine orders
+    its steps and KVTier's loads and stores so that no block is read while it is written.
     """
 
     def __init__(

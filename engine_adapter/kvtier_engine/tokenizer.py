@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from kvtier_engine.chat_template import ChatTemplate
 from kvtier_engine.detokenizer import IncrementalDetokenizer, TokenBytes
 from kvtier_engine.weights.files import read_json
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -75,9 +77,12 @@ class Tokenizer:
 
         ``add_special_tokens`` lets the tokenizer add what it puts around every text (most often a
         begin token); a rendered chat has it already. ``parse_special`` turns the text of special
-        tokens into those tokens; without it, text from outside cannot forge them.
+        tokens into those tokens; without it, text from outside cannot forge them. Half a surrogate
+        pair, which JSON can carry and text cannot, becomes U+FFFD.
         """
         raw = self._raw if parse_special else self._plain
+        if _SURROGATE.search(text):
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         ids: list[int] = raw.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 

@@ -50,5 +50,5 @@ class Rotation:
 
     def apply_(self, heads: torch.Tensor) -> None:
         """Rotate ``heads [tokens, heads, dim]`` in place; the last dimension must be dense."""
-        swapped = torch.cat(heads.chunk(2, dim=-1)[::-1], dim=-1)
+        swapped = heads.roll(heads.shape[-1] // 2, dims=-1)
         heads.mul_(self._cosine).addcmul_(swapped, self._signed_sine)

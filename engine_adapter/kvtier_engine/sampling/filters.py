@@ -12,7 +12,7 @@ PREFIX_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Settings of a batch, one element per row. ``top_k == 0``, ``top_p == 1``, ``min_p == 0``: off.
+    """Settings of a batch, one element per row. Off: ``top_k`` 0, ``top_p`` 1, ``min_p`` 0.
 
     ``largest_top_k`` and the flags say on the host what the tensors hold, so that nothing has to
     be read back from a device.

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from kvtier.errors import ConfigError
+from kvtier_engine.sampling.draws import uniform
 from kvtier_engine.sampling.filters import Filters, keep_likely
 from kvtier_engine.sampling.penalties import LogitAdjuster
-from kvtier_engine.sampling.random import uniform
 from kvtier_engine.types import SamplingParams, TokenLogprob
 
 

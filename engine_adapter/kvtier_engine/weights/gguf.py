@@ -74,7 +74,8 @@ class _Metadata:
 def _convert(path: Path, folder: Path) -> None:
     try:
         reader = GGUFReader(path)
-    except ValueError as error:
+    # The library reads offsets and sizes as they stand, and fails wherever they lead.
+    except (ValueError, LookupError, OverflowError) as error:
         raise ConfigError(f"{path}: not a GGUF file: {error}") from error
     metadata = _Metadata(path, reader)
     config = _config(metadata, {tensor.name for tensor in reader.tensors})

@@ -37,10 +37,7 @@ def build_tokenizer(
         allowed = ", ".join(_PRE_TOKENIZERS)
         raise ConfigError(f"GGUF pre-tokenizer {pre!r} is not supported; allowed: {allowed}")
     tokens = require("tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ", 1)) for merge in require("tokenizer.ggml.merges")]
-    tokenizer = Tokenizer(
-        BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges)
-    )
+    tokenizer = Tokenizer(_merges_boundary(tokens, require("tokenizer.ggml.merges")))
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]
     tokenizer.decoder = decoders.ByteLevel()
     for token, token_type in zip(tokens, require("tokenizer.ggml.token_type"), strict=True):
@@ -58,3 +55,14 @@ def build_tokenizer(
             single=f"{bos} $A", special_tokens=[(bos, tokens.index(bos))]
         )
     return tokenizer, config
+
+
+def _merges_boundary(tokens: list[str], merges: list[str]) -> BPE:
+    try:
+        return BPE(
+            vocab={token: index for index, token in enumerate(tokens)},
+            merges=[(left, right) for left, _, right in (m.partition(" ") for m in merges)],
+        )
+    # The library raises plain ``Exception`` for merges of tokens that are not there.
+    except Exception as error:
+        raise ConfigError(f"GGUF tokenizer: {error}") from error

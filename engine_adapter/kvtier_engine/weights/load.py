@@ -55,7 +55,7 @@ def load_model(
     Blocks; the first load of a GGUF file converts it, and of any weights hashes them. Raises
     ``ConfigError`` that names what is missing or not supported.
     """
-    folder = _model_folder(model)
+    folder = model_folder(model)
     config = parse_config(read_json(folder / "config.json"), str(folder / "config.json"))
     compute_dtype = _compute_dtype(config, device, dtype)
     tokenizer = load_tokenizer(folder)
@@ -95,9 +95,13 @@ def kv_layout(
     return KVLayout(groups=(group,), chunk_tokens=chunk_tokens)
 
 
-def _model_folder(model: str) -> Path:
+def model_folder(model: str) -> Path:
+    """Return the Hugging Face folder of what ``load_model`` takes; converts a GGUF file if needed.
+
+    Raises ``ConfigError`` for what is no model.
+    """
     if model == DEFAULT_MODEL:
-        return gguf_folder(_bundled_gguf())
+        return gguf_folder(bundled_gguf())
     path = Path(model)
     if path.is_dir():
         return path
@@ -108,7 +112,8 @@ def _model_folder(model: str) -> Path:
     )
 
 
-def _bundled_gguf() -> Path:
+def bundled_gguf() -> Path:
+    """Return the file of the model that comes as a package; ``MissingExtraError`` without it."""
     spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
     if spec is None or spec.origin is None:
         raise MissingExtraError(
