@@ -74,6 +74,8 @@ def check(page: bytes) -> bool:
     assert {type(value) for value in integers} == {int}
     assert type(header.has_sinks) is bool
     assert {type(value) for value in header.codec_params.values()} <= {bool, int, float, str}
+    assert {(type(each), len(each)) for each in header.section_checksums} == {(bytes, 16)}
+    assert len(header.section_checksums) == len(header.section_bytes) == header.layout.sections
     end = 4096
     for start, nbytes in zip(header.section_offsets, header.section_bytes, strict=True):
         assert start == end
@@ -221,6 +223,31 @@ def test_missing_extra_and_reordered_fields_are_refused(body: bytes) -> None:
         fields = copy.deepcopy(decoded)
         del (fields if name in fields else fields["layout"])[name]
         assert not check(framed(msgpack.packb(fields))), name
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("section_offsets", lambda offsets: [offsets[0] + 4096, *offsets[1:]], "do not follow"),
+        ("section_offsets", lambda offsets: [0, *offsets[1:]], "do not follow"),
+        ("section_offsets", lambda offsets: offsets[1:], "do not follow"),
+        ("section_bytes", lambda sizes: [*sizes, 1], "number of sections"),
+        ("section_bytes", lambda sizes: [2**32, *sizes[1:]], r"section_bytes\[0\] is 4294967296"),
+        ("section_checksums", lambda sums: sums[1:], "differ in number"),
+        ("section_checksums", lambda sums: [*sums, sums[0]], "differ in number"),
+        ("section_checksums", lambda sums: [sums[0][1:], *sums[1:]], r"checksums\[0\] is not 16"),
+        ("shard", lambda parts: parts[1:], "shard has 2 parts"),
+        ("shard", lambda parts: [*parts, 0], "shard has 4 parts"),
+    ],
+)
+@pytest.mark.parametrize("body", BODIES, ids=sorted(shards()))
+def test_lists_that_do_not_fit_together_are_refused(
+    body: bytes, name: str, change: Callable[[list[Any]], list[Any]], message: str
+) -> None:
+    fields = msgpack.unpackb(body)
+    fields[name] = change(fields[name])
+    with pytest.raises(FormatError, match=message):
+        parse_header(memoryview(framed(msgpack.packb(fields))))
 
 
 def test_a_field_that_comes_twice_is_refused() -> None:
