@@ -16,7 +16,7 @@ from kvtier.cache.load import Load, LoadContext
 from kvtier.cache.lookup import Lookup, Shapes
 from kvtier.cache.match import Pending, Ready
 from kvtier.cache.opener import DiskOpener
-from kvtier.cache.planner import check_blocks
+from kvtier.cache.planner import check_blocks, check_store
 from kvtier.cache.plans import OpenPlans
 from kvtier.cache.sequence import Sequence
 from kvtier.cache.store import Storer
@@ -33,7 +33,7 @@ from kvtier.tiers.disk.files import LocalFiles
 from kvtier.tiers.disk.shard_files import FileSystem, ShardFiles
 from kvtier.tiers.disk.tier import DiskRecord, DiskTier
 from kvtier.tiers.dram import DramRecord, DramTier
-from kvtier.types import Blocks, Features, Namespace, Plan, Result, Tier
+from kvtier.types import Blocks, Features, MissReason, Namespace, Plan, Result, Tier
 
 _FEATURES = Features()
 
@@ -82,7 +82,13 @@ class Cache:
             self._filler = Filler(*tiers, *work, self._clock)
             self._writeout = Writeout(*tiers, *work, self._clock, config.disk.mode)
             self._opener = DiskOpener(
-                self._disk, shard_files, *work, self._epochs, self._clock, durability
+                self._disk,
+                shard_files,
+                *work,
+                self._epochs,
+                self._clock,
+                durability,
+                self._writeout.pump,
             )
         self._pending_until = self._clock.now() + config.pending_deadline_s
         self._shapes = Shapes(codec)
@@ -185,8 +191,7 @@ class Cache:
         cache refuses (no room, too much under way). Raises ``LayoutError`` for blocks that do not
         fit the layout.
         """
-        check_blocks(sequence.namespace.layout, blocks)
-        assert chunks.stop <= len(sequence.chunk_keys), "only complete chunks are stored"
+        check_store(sequence.namespace.layout, chunks, len(sequence.chunk_keys), blocks)
         with self._lock:
             if self._closed or not self._current(sequence):
                 return None
@@ -202,7 +207,7 @@ class Cache:
         with self._lock:
             for result in results:
                 self._plans.answer(result)
-            if self._writeout is not None:
+            if self._writeout is not None and not self._closed:
                 self._writeout.pump()
 
     def lose_worker(self, worker: int) -> None:
@@ -213,12 +218,17 @@ class Cache:
     def invalidate(self, namespace: Namespace) -> int:
         """Make everything stored under a namespace unreachable, at once; return the new epoch.
 
-        Blocks while the epoch is written to disk. Raises ``TierUnavailableError`` when it could
-        not be: then it holds for this process, and is written when the disk comes back.
+        Loads under way come to nothing. Blocks while the epoch is written to disk. Raises
+        ``TierUnavailableError`` when it could not be: then it holds for this process, and is
+        written when the disk comes back.
         """
         base = namespace_digest(namespace)
         with self._lock:
+            root = self._root(namespace)
             epoch = self._epochs.advance(base)
+            for load in self._loads:
+                if load.of(root):
+                    load.end(MissReason.ABSENT)
         if self._opener is not None:
             self._opener.save_epochs()
         return epoch
@@ -242,18 +252,23 @@ class Cache:
         """Raise ``AssertionError`` where the books do not agree with themselves."""
         with self._lock:
             self._dram.check_integrity()
+            if self._writeout is not None:
+                self._writeout.check_integrity()
             if self._disk is not None:
                 self._disk.check_integrity()
 
     def close(self, *, timeout_s: float = CLOSE_DEADLINE_S_DEFAULT) -> None:
         """Write out what is dirty as far as time allows, end the threads, unmap the arena.
 
-        The engine has stopped its workers. A second call does nothing.
+        The engine has stopped its workers; loads are cancelled, and from now on there are no hits
+        and no room. A second call does nothing.
         """
         with self._lock:
             if self._closed:
                 return
             self._closed = True
+            for load in self._loads:
+                load.end(MissReason.CANCELLED)
             if self._writeout is not None:
                 self._writeout.flush()
         self._executor.close(timeout_s)
@@ -309,6 +324,8 @@ class Cache:
 
     def _tick(self) -> None:
         with self._lock:
+            for load in self._loads:
+                load.keep_deadline()
             if self._opener is not None:
                 self._opener.tick()
             if self._writeout is not None:

@@ -71,12 +71,14 @@ class Filler:
     def start(self, source: DiskRecord, shape: ChunkShape, deadline: float) -> Fill | None:
         """Read a chunk into DRAM until ``deadline``. None: no room beside what is pinned."""
         origin = source.entry
-        entry = Entry(origin.key, origin.parent, shape.chunk_bytes, origin.position)
-        record = self._dram.reserve(entry, source.namespace, source.codec, shape.sizes)
+        # What lies on disk may lack shards of the chunk; what comes into DRAM then lacks them too.
+        sizes = {shard: size for shard, size in shape.sizes.items() if shard in source.places}
+        entry = Entry(origin.key, origin.parent, sum(sizes.values()), origin.position)
+        record = self._dram.reserve(entry, source.namespace, source.codec, sizes)
         if record is None:
             return None
         lease = self._disk.index.lease([source])
-        fill = Fill(record, source, lease, dict.fromkeys(shape.layouts, 0), self._clock.now())
+        fill = Fill(record, source, lease, dict.fromkeys(sizes, 0), self._clock.now())
         self._running[entry.key] = fill
         self._executor.read(
             self._reading(fill, shape),
@@ -90,8 +92,8 @@ class Filler:
         """Return the blocking work of a fill; it owns the slots until it ends."""
         jobs = [
             (
-                place.path,
-                self._dram.arena.view(fill.record.places[shard]),
+                fill.source.places[shard].path,
+                self._dram.arena.view(slot),
                 Expected(
                     chunk=fill.record.entry.key,
                     shard=shard,
@@ -101,7 +103,7 @@ class Filler:
                     geometry=shape.geometries[shard],
                 ),
             )
-            for shard, place in fill.source.places.items()
+            for shard, slot in fill.record.places.items()
         ]
 
         def read_shards() -> None:

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 
 from kvtier.cache.fill import Fill, Filler
 from kvtier.cache.match import Ready
-from kvtier.cache.planner import ChunkShape, chunk_groups, chunk_tokens_covered, load_moves
+from kvtier.cache.planner import ChunkShape, chunk_tokens_covered, load_moves, needed_groups
 from kvtier.cache.plans import OpenPlans
 from kvtier.constants import LOAD_CHUNKS_INFLIGHT_MAX
 from kvtier.interfaces import Clock
 from kvtier.obs.stats import TierCounters
-from kvtier.tiers.disk.tier import DiskPlace, DiskTier
+from kvtier.tiers.disk.tier import DiskPlace, DiskRecord, DiskTier
 from kvtier.tiers.dram import DramRecord, DramTier
 from kvtier.tiers.index import Lease
 from kvtier.types import (
@@ -98,6 +98,7 @@ class Load:
         self._pieces = self._cut_pieces()
         self._failed_at = len(self._pieces)
         self._failure: MissReason | None = None
+        self._waits_for_room = False
         self._outcome: LoadOutcome | None = None
 
     @property
@@ -115,8 +116,7 @@ class Load:
         with self._context.lock:
             if self._outcome is not None:
                 return []
-            if self._context.clock.now() >= self._deadline:
-                self._fail_rest(MissReason.DEADLINE)
+            self._expire()
             self._bring()
             plans = self._order()
             self._settle()
@@ -125,9 +125,22 @@ class Load:
     def cancel(self) -> None:
         """Order nothing more. ``outcome`` follows when the workers have answered what is out."""
         with self._context.lock:
-            if self._outcome is None:
-                self._fail_from(0, MissReason.CANCELLED)
-                self._settle()
+            self.end(MissReason.CANCELLED)
+
+    def end(self, reason: MissReason) -> None:
+        """Order nothing more, and let nothing that was loaded count; under the cache's lock."""
+        if self._outcome is None:
+            self._fail_from(0, reason)
+            self._settle()
+
+    def keep_deadline(self) -> None:
+        """End at the deadline even if nobody polls any more; under the cache's lock."""
+        if self._outcome is None and self._expire():
+            self._settle()
+
+    def of(self, root: bytes) -> bool:
+        """Tell whether the load is of the namespace and epoch with that digest."""
+        return self._match.sequence.root == root
 
     def pin(self) -> None:
         """Pin what the match found, as far as it is still there; under the cache's lock."""
@@ -135,7 +148,8 @@ class Load:
             record = self._context.dram.index.ready(piece.key)
             source = self._context.disk.index.ready(piece.key) if self._context.disk else None
             if record is not None:
-                self._hold(piece, record)
+                if not self._hold(index, piece, record):
+                    break
             elif source is not None and self._context.disk is not None:
                 piece.tier = Tier.DISK
                 piece.disk_lease = self._context.disk.index.lease([source])
@@ -147,23 +161,29 @@ class Load:
 
     def _cut_pieces(self) -> list[_Piece]:
         hits = self._match.hits
-        pieces = (
-            _Piece(
-                chunk=index,
-                key=hit.key,
-                tokens=chunk_tokens_covered(self._layout, index, self._blocks),
-                groups=chunk_groups(self._layout, index, len(hits)),
-            )
+        size = self._layout.chunk_tokens
+        cut = [
+            (index, hit, chunk_tokens_covered(self._layout, index, self._blocks))
             for index, hit in enumerate(hits)
+        ]
+        # Windows end where the blocks do, which may be before the match does.
+        end = max((index * size + tokens.stop for index, _, tokens in cut if tokens), default=0)
+        pieces = (
+            _Piece(index, hit.key, tokens, needed_groups(self._layout, index, end))
+            for index, hit, tokens in cut
         )
         return [piece for piece in pieces if piece.tokens and piece.groups]
 
-    def _hold(self, piece: _Piece, record: DramRecord) -> None:
+    def _hold(self, index: int, piece: _Piece, record: DramRecord) -> bool:
+        """Pin what a piece is loaded from; False when that lacks a shard, which fails the piece."""
+        needed = [shard for shard in self._shape.layouts if shard.group in piece.groups]
+        if not record.places.keys() >= set(needed):
+            self._fail_from(index, MissReason.ABSENT)
+            return False
         piece.record = record
         piece.dram_lease = self._context.dram.index.lease([record])
-        piece.ordered = dict.fromkeys(
-            (s for s in self._shape.layouts if s.group in piece.groups), 0
-        )
+        piece.ordered = dict.fromkeys(needed, 0)
+        return True
 
     def _running_fill(self, key: ChunkKey) -> Fill | None:
         return self._context.filler.running(key) if self._context.filler else None
@@ -171,9 +191,11 @@ class Load:
     def _bring(self) -> None:
         """Start the next chunks on their way up, in order, a few at a time."""
         coming = 0
+        self._waits_for_room = False
         for index, piece in enumerate(self._pieces[: self._failed_at]):
-            if piece.fill is not None and piece.fill.failure is not None:
-                self._fail_from(index, piece.fill.failure)
+            failure = piece.fill.failure if piece.fill is not None else None
+            if failure is not None and not self._all_ordered(piece):
+                self._fail_from(index, failure)
                 return
             if piece.tier is Tier.DRAM or piece.complete:
                 continue
@@ -190,8 +212,7 @@ class Load:
         assert disk is not None, "a disk piece without a disk"
         record = self._context.dram.index.ready(piece.key)
         if record is not None:
-            self._hold(piece, record)
-            return True
+            return self._hold(index, piece, record)
         piece.fill = filler.running(piece.key)
         if piece.fill is None:
             source = disk.index.ready(piece.key)
@@ -199,13 +220,25 @@ class Load:
                 gone = source is None
                 self._fail_from(index, MissReason.ABSENT if gone else MissReason.UNAVAILABLE)
                 return False
+            if self._shape.chunk_bytes > self._context.dram.capacity_bytes:
+                self._fail_from(index, MissReason.NO_ROOM)
+                return False
             if self._context.dram.index.get(piece.key) is not None:
                 return False  # A store of the same chunk is under way; its record comes soon.
-            piece.fill = filler.start(source, self._shape, self._deadline)
+            piece.fill = self._start_fill(filler, disk, source)
         if piece.fill is None:
-            return False  # No room now; earlier pieces give theirs back.
-        self._hold(piece, piece.fill.record)
-        return True
+            self._waits_for_room = True  # Pieces on their way give theirs back.
+            return False
+        return self._hold(index, piece, piece.fill.record)
+
+    def _start_fill(self, filler: Filler, disk: DiskTier, source: DiskRecord) -> Fill | None:
+        """Start to read a chunk; what this load has done with gives way when DRAM is full of it."""
+        dram = self._context.dram
+        while (fill := filler.start(source, self._shape, self._deadline)) is None:
+            done = (piece.key for piece in reversed(self._pieces) if piece.complete)
+            if not dram.give_way(done, disk.index):
+                return None
+        return fill
 
     def _order(self) -> list[Plan]:
         """Make one plan of all sections that are verified and not ordered yet."""
@@ -217,21 +250,22 @@ class Load:
             ready = {shard: self._ready_sections(piece, shard) for shard in piece.ordered}
             if not any(ready.values()):
                 continue
-            places = piece.record.places
-            moves += load_moves(
+            ordered = load_moves(
                 self._layout,
                 self._shape,
                 self._context.workers,
                 chunk=piece.chunk,
                 groups=piece.groups,
                 blocks=self._blocks,
-                slots=places.__getitem__,
+                slots=piece.record.places.__getitem__,
                 sections=ready.__getitem__,
             )
             for shard, sections in ready.items():
                 piece.ordered[shard] = max(piece.ordered[shard], sections.stop)
-            piece.plans_out += 1
-            pieces.append(piece)
+            if ordered:  # None where no worker here reads these shards.
+                moves += ordered
+                piece.plans_out += 1
+                pieces.append(piece)
         if not moves:
             return []
         plan = Plan(
@@ -256,12 +290,16 @@ class Load:
                 self._fail_from(self._pieces.index(piece), reason)
         self._settle()
 
-    def _fail_rest(self, reason: MissReason) -> None:
-        """Fail from the first piece of which something is still to be ordered."""
+    def _expire(self) -> bool:
+        """After the deadline, fail from the first piece of which something is to be ordered."""
+        if self._context.clock.now() < self._deadline:
+            return False
+        reason = MissReason.NO_ROOM if self._waits_for_room else MissReason.DEADLINE
         for index, piece in enumerate(self._pieces[: self._failed_at]):
             if not piece.complete and not self._all_ordered(piece):
                 self._fail_from(index, reason)
-                return
+                break
+        return True
 
     def _fail_from(self, index: int, reason: MissReason) -> None:
         if index < self._failed_at:
@@ -288,19 +326,35 @@ class Load:
             self._outcome = self._conclude()
 
     def _conclude(self) -> LoadOutcome:
-        brought, lost = self._pieces[: self._failed_at], self._pieces[self._failed_at :]
+        valid = self._failed_at if self._windows_hold() else 0
+        brought, lost = self._pieces[:valid], self._pieces[valid:]
         start = self._blocks.start_token
-        end = start
+        end = self._end_token(brought[-1]) if brought else start
         by_tier: dict[Tier, int] = {}
         for piece in brought:
             by_tier[piece.tier] = by_tier.get(piece.tier, 0) + len(piece.tokens)
-            end = piece.chunk * self._layout.chunk_tokens + piece.tokens.stop
         misses: tuple[Miss, ...] = ()
         if lost and self._failure is not None:
             tokens = sum(len(piece.tokens) for piece in lost)
-            misses = (Miss(lost[0].tier, self._failure, tokens),)
+            misses = (Miss(self._pieces[self._failed_at].tier, self._failure, tokens),)
         for tier, tokens in by_tier.items():
             self._context.counters[tier].hit_tokens += tokens
         for miss in misses:
             self._context.counters[miss.tier].miss_tokens[miss.reason] += miss.tokens
         return LoadOutcome(start, end, by_tier, misses)
+
+    def _windows_hold(self) -> bool:
+        """Tell whether what was brought is a usable prefix.
+
+        A load brings the windows of its end. Where it ended early, other chunks would be in the
+        windows, whose KV was not asked for: then nothing counts. An even shorter prefix only
+        needs windows from further before.
+        """
+        brought = self._pieces[: self._failed_at]
+        return all(
+            needed_groups(self._layout, piece.chunk, self._end_token(brought[-1])) <= piece.groups
+            for piece in brought
+        )
+
+    def _end_token(self, piece: _Piece) -> int:
+        return piece.chunk * self._layout.chunk_tokens + piece.tokens.stop

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import threading
+from collections.abc import Callable
 
 from kvtier.cache.epochs import Epochs
 from kvtier.cache.executor import Executor, Fault
@@ -33,7 +35,9 @@ class DiskOpener:
         epochs: Epochs,
         clock: Clock,
         durability: Durability,
+        on_open: Callable[[], None],
     ) -> None:
+        """``on_open`` is called under the cache's lock each time the disk has come up."""
         self._disk = disk
         self._files = files
         self._executor = executor
@@ -42,18 +46,24 @@ class DiskOpener:
         self._epochs = epochs
         self._clock = clock
         self._groups = durability is Durability.BATCH
+        self._on_open = on_open
         self._saving = threading.Lock()
         self._busy = False
         self._next_commit = clock.now()
 
     def tick(self) -> None:
-        """Start an open or a group commit when one is due."""
+        """Start an open, a save of epochs or a group commit when one is due."""
         if self._busy:
             return
         if self._disk.open_due():
             self._busy = True
             self._executor.write(
                 self._open, self._settle_open, deadline=math.inf, late=self._settle_open
+            )
+        elif self._disk.opened and self._epochs.unsaved and self._disk.writable():
+            self._busy = True
+            self._executor.write(
+                self._save, self._settle_save, deadline=math.inf, late=self._settle_save
             )
         elif self._groups and self._disk.opened and self._clock.now() >= self._next_commit:
             self._busy = True
@@ -66,35 +76,48 @@ class DiskOpener:
 
     def save_epochs(self) -> None:
         """Write the present epochs; blocks. Raises ``TierUnavailableError``."""
-        # Not the cache's lock: that is never held over I/O. A later snapshot is never overtaken.
-        with self._saving:
-            with self._lock:
-                opened = self._disk.opened
-                epochs, floor = self._epochs.snapshot()
-            if not opened:
-                raise TierUnavailableError("the disk tier is not open; the epoch is kept in memory")
-            try:
-                save_epochs(self._files.root, epochs, floor)
-            except OSError as error:
-                raise TierUnavailableError(f"epochs: {error}") from error
+        with self._lock:
+            opened = self._disk.opened
+        if not opened:
+            raise TierUnavailableError("the disk tier is not open; the epoch is kept in memory")
+        try:
+            self._save()
+        except OSError as error:
+            raise TierUnavailableError(f"the epoch is kept in memory: {error}") from error
 
     def close(self) -> None:
-        """Commit the last group and let the directory go; after the executor has ended."""
+        """Make the last group and epoch durable and let go; after the executor has ended."""
         try:
             if self._groups:
                 self._files.commit_group()
+            if self._epochs.unsaved:
+                self._save()
         except OSError as error:
-            _log.warning("the last group was not synced: %s", error)
+            _log.warning("not everything was synced at the end: %s", error)
         self._files.close()
+
+    def _save(self) -> None:
+        # Not the cache's lock: that is never held over I/O. A later snapshot is never overtaken.
+        with self._saving:
+            with self._lock:
+                epochs, floor = self._epochs.snapshot()
+            if not self._files.attached():
+                raise FileNotFoundError(errno.ENOENT, "not the directory that was opened")
+            save_epochs(self._files.root, epochs, floor)
+            with self._lock:
+                self._epochs.saved(epochs)
 
     def _open(self) -> Found:
         found = self._files.open()
-        epochs, floor = load_epochs(self._files.root)
-        with self._lock:
-            newer_here = self._epochs.merge(epochs, floor)
-            known = self._epochs.snapshot()
-        if newer_here:
-            save_epochs(self._files.root, *known)
+        with self._saving:
+            stored = load_epochs(self._files.root)
+            with self._lock:
+                newer_here = self._epochs.merge(*stored)
+                epochs, floor = self._epochs.snapshot()
+            if newer_here:
+                save_epochs(self._files.root, epochs, floor)
+            with self._lock:
+                self._epochs.saved(epochs)
         return found
 
     def _settle_open(self, outcome: Found | Fault) -> None:
@@ -104,8 +127,15 @@ class DiskOpener:
                 self._counters.corrupt_shards += outcome.corrupt_count
                 self._disk.adopt(outcome)
                 _log.info("disk tier open: %d chunks", len(self._disk.index))
+                self._on_open()
             else:
                 self._disk.open_failed(outcome)
+
+    def _settle_save(self, outcome: Fault | None) -> None:
+        with self._lock:
+            self._busy = False
+            if outcome is not None:
+                self._disk.write_failed(outcome)
 
     def _settle_commit(self, outcome: Fault | None) -> None:
         with self._lock:

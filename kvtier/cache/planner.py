@@ -10,9 +10,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from kvtier.codecs.sections import aligned_bytes
 from kvtier.errors import LayoutError
@@ -65,18 +64,16 @@ def chunk_shape(layout: KVLayout, codec: BlockCodec) -> ChunkShape:
     return ChunkShape(layouts, geometries)
 
 
-@lru_cache(maxsize=256)
-def chunk_groups(layout: KVLayout, chunk: int, chunk_count: int) -> frozenset[int]:
-    """Return the KV groups of chunk ``chunk`` that a prefix of ``chunk_count`` chunks needs.
+def needed_groups(layout: KVLayout, chunk: int, end_token: int) -> frozenset[int]:
+    """Return the KV groups of a chunk that the token after ``end_token`` tokens attends to.
 
     Full and latent groups need every chunk, window groups those that overlap their last window.
     """
-    end = chunk_count * layout.chunk_tokens
     return frozenset(
         index
         for index, group in enumerate(layout.groups)
         if group.kind is not GroupKind.WINDOW
-        or (chunk + 1) * layout.chunk_tokens > end - group.window_tokens
+        or (chunk + 1) * layout.chunk_tokens > end_token - group.window_tokens
     )
 
 
@@ -85,18 +82,23 @@ def usable_chunks(layout: KVLayout, present: Sequence[frozenset[int]]) -> int:
 
     ``present[i]`` holds the groups of chunk i that one of the tiers has whole.
     """
-    windows = any(group.kind is GroupKind.WINDOW for group in layout.groups)
-    if not windows:
-        groups = frozenset(range(len(layout.groups)))
-        return next((i for i, held in enumerate(present) if not groups <= held), len(present))
-    return next(
-        (
-            count
-            for count in range(len(present), 0, -1)
-            if all(chunk_groups(layout, i, count) <= present[i] for i in range(count))
-        ),
-        0,
-    )
+    # How many chunks at the end of a prefix a window group needs, and how many it has in a row.
+    spans = {
+        index: -(-group.window_tokens // layout.chunk_tokens)
+        for index, group in enumerate(layout.groups)
+        if group.kind is GroupKind.WINDOW
+    }
+    runs = dict.fromkeys(spans, 0)
+    always = frozenset(range(len(layout.groups))) - spans.keys()
+    usable = 0
+    for count, held in enumerate(present, 1):
+        if not always <= held:
+            break
+        for group in runs:
+            runs[group] = runs[group] + 1 if group in held else 0
+        if all(runs[group] >= min(span, count) for group, span in spans.items()):
+            usable = count
+    return usable
 
 
 def present_groups(layout: KVLayout, shards: Iterable[ShardId]) -> frozenset[int]:
@@ -122,10 +124,28 @@ def check_blocks(layout: KVLayout, blocks: Blocks) -> None:
         raise LayoutError(
             f"blocks for {len(blocks.block_ids)} KV groups; the layout has {len(layout.groups)}"
         )
-    if blocks.start_token % blocks.block_tokens:
+    if blocks.start_token < 0 or blocks.start_token % blocks.block_tokens:
         raise LayoutError(
-            f"start_token is {blocks.start_token}; it must be a multiple of {blocks.block_tokens}"
+            f"start_token is {blocks.start_token}; it must be 0 or a multiple of "
+            f"{blocks.block_tokens}"
         )
+
+
+def check_store(layout: KVLayout, chunks: range, complete: int, blocks: Blocks) -> None:
+    """Raise ``LayoutError`` unless the blocks cover every token of all of the chunks.
+
+    ``complete`` chunks are there to be stored.
+    """
+    check_blocks(layout, blocks)
+    if chunks and not 0 <= min(chunks) <= max(chunks) < complete:
+        raise LayoutError(f"chunks are {chunks}; the sequence has {complete} complete chunks")
+    for chunk in chunks:
+        covered = chunk_tokens_covered(layout, chunk, blocks)
+        if len(covered) < layout.chunk_tokens:
+            raise LayoutError(
+                f"the blocks cover {len(covered)} tokens of chunk {chunk}; a store takes all "
+                f"{layout.chunk_tokens}"
+            )
 
 
 def load_moves(
@@ -151,16 +171,10 @@ def load_moves(
     ]
 
 
-def store_moves(
-    layout: KVLayout,
-    shape: ChunkShape,
-    workers: Sequence[Placement],
-    *,
-    chunk: int,
-    blocks: Blocks,
-    slots: Callable[[ShardId], Slot],
-) -> list[Move]:
-    """Order one whole chunk out of the pools, each shard by the one worker that writes it.
+def shard_writers(
+    layout: KVLayout, shape: ChunkShape, workers: Sequence[Placement]
+) -> dict[ShardId, Placement]:
+    """Return the one worker that stores each shard: the lowest of those that hold it whole.
 
     Raises ``LayoutError`` when the workers do not make up whole shards.
     """
@@ -171,8 +185,22 @@ def store_moves(
     if missing:
         raise LayoutError(
             f"no worker holds all of shard {tuple(missing[0])}; head_groups "
-            f"({layout.head_groups}) must be a multiple of the tensor-parallel degree"
+            f"({layout.head_groups}) must be a multiple of the tensor-parallel degree "
+            f"({workers[0].tp_size}), with every rank and stage among the workers"
         )
+    return writers
+
+
+def store_moves(
+    layout: KVLayout,
+    shape: ChunkShape,
+    writers: Mapping[ShardId, Placement],
+    *,
+    chunk: int,
+    blocks: Blocks,
+    slots: Callable[[ShardId], Slot],
+) -> list[Move]:
+    """Order one whole chunk out of the pools, each shard by the worker that writes it."""
     return [
         _move(
             layout,

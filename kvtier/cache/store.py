@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from kvtier.cache.lookup import Shapes
-from kvtier.cache.planner import ChunkShape, store_moves
+from kvtier.cache.planner import ChunkShape, shard_writers, store_moves
 from kvtier.cache.plans import OpenPlans
 from kvtier.cache.sequence import Sequence
 from kvtier.cache.writeout import Writeout
@@ -56,6 +56,7 @@ class Storer:
         """Order what is not held yet; stop at the first chunk that is refused."""
         layout = sequence.namespace.layout
         shape = self._shapes.of(layout)
+        writers = shard_writers(layout, shape, self._workers)
         moves: list[Move] = []
         records: list[DramRecord] = []
         for chunk in chunks:
@@ -68,7 +69,7 @@ class Storer:
             moves += store_moves(
                 layout,
                 shape,
-                self._workers,
+                writers,
                 chunk=chunk,
                 blocks=blocks,
                 slots=record.places.__getitem__,
@@ -88,11 +89,17 @@ class Storer:
 
     def _held(self, key: ChunkKey, shape: ChunkShape) -> bool:
         """Tell whether a chunk needs no store; one that disk lost gets another chance there."""
-        if self._dram.index.get(key) is not None:
-            if self._writeout is not None and self._dram.index.ready(key) is not None:
-                self._writeout.add(key, shape)
-            return True
-        return self._disk is not None and self._disk.index.ready(key) is not None
+        record = self._dram.index.get(key)
+        if record is not None:
+            if self._dram.index.ready(key) is None or record.pins:
+                return True
+            if record.places.keys() == shape.layouts.keys():
+                if self._writeout is not None:
+                    self._writeout.add(key, shape)
+                return True
+            self._dram.leave(record)  # It came from a disk that had lost a shard of it.
+        source = self._disk.index.ready(key) if self._disk is not None else None
+        return source is not None and source.places.keys() == shape.layouts.keys()
 
     def _reserve(self, sequence: Sequence, chunk: int, shape: ChunkShape) -> DramRecord | None:
         if self.inflight_count >= STORE_CHUNKS_INFLIGHT_MAX:
@@ -101,6 +108,10 @@ class Storer:
         key, parent = sequence.chunk_keys[chunk], sequence.entry_parent(chunk)
         entry = Entry(key, parent, shape.chunk_bytes, chunk)
         record = self._dram.reserve(entry, sequence.root, self._codec, shape.sizes)
+        if record is None and self._disk is not None and entry.nbytes <= self._dram.capacity_bytes:
+            before = reversed(sequence.chunk_keys[:chunk])
+            while record is None and self._dram.give_way(before, self._disk.index):
+                record = self._dram.reserve(entry, sequence.root, self._codec, shape.sizes)
         if record is None:
             self._counters.refused_chunks[MissReason.NO_ROOM] += 1
         return record

@@ -67,13 +67,14 @@ class CacheWorker:
     def _perform_boundary(self, plan: Plan) -> Result:
         """Execute one plan; whatever happens becomes its result, because the cache waits for it."""
         worker = self._placement.worker
-        if self._clock.now() >= plan.deadline:
-            return Result(plan.plan_id, worker, ok=False, reason=MissReason.DEADLINE)
         try:
             codec = self._codec(plan.codec)
             for move in plan.moves:
-                if move.worker == worker:
-                    self._move(codec, plan.direction, move)
+                if move.worker != worker:
+                    continue
+                if self._clock.now() >= plan.deadline:
+                    return Result(plan.plan_id, worker, ok=False, reason=MissReason.DEADLINE)
+                self._move(codec, plan.direction, move)
         except KVTierError as error:
             return Result(plan.plan_id, worker, False, MissReason.WORKER, str(error))
         except Exception as error:

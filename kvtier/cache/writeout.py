@@ -7,10 +7,12 @@ stays evictable, so a slow disk costs dropped chunks (counted), never memory or 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvtier.cache.executor import Executor, Fault
 from kvtier.cache.planner import ChunkShape
@@ -26,6 +28,14 @@ from kvtier.tiers.dram import DramRecord, DramTier
 from kvtier.types import ChunkKey, MissReason
 
 _log = logging.getLogger("kvtier.writeout")
+
+
+@dataclass(frozen=True, slots=True)
+class _Dirty:
+    """A chunk to be written. ``number`` is its place in the order of stores: parents first."""
+
+    shape: ChunkShape
+    number: int
 
 
 class Writeout:
@@ -50,7 +60,8 @@ class Writeout:
         self._counters = counters
         self._clock = clock
         self._write_all = mode is WriteMode.THROUGH
-        self._dirty: dict[ChunkKey, ChunkShape] = {}  # oldest first
+        self._dirty: dict[ChunkKey, _Dirty] = {}  # oldest first
+        self._numbers = itertools.count()
         self._dirty_bytes = 0
         self._chores_out = False
         self.inflight_count = 0
@@ -61,9 +72,12 @@ class Writeout:
         return len(self._dirty)
 
     def add(self, key: ChunkKey, shape: ChunkShape) -> None:
-        """Note that a chunk ready in DRAM belongs on disk too."""
+        """Note that a chunk, whole and ready in DRAM, belongs on disk too."""
+        held = self._disk.index.ready(key)
+        if held is not None and held.places.keys() != shape.layouts.keys():
+            self._disk.forget(held)  # It has lost a shard; the whole chunk takes its place.
         if key not in self._dirty and self._disk.index.get(key) is None:
-            self._dirty[key] = shape
+            self._dirty[key] = _Dirty(shape, next(self._numbers))
             self._dirty_bytes += shape.chunk_bytes
 
     def drop(self, key: ChunkKey) -> None:
@@ -82,8 +96,9 @@ class Writeout:
             if not self._write_all and self._dirty_bytes <= self._high_bytes:
                 break
             key = next(iter(self._dirty))
-            self._start(key, self._dirty[key])
-            self._take(key)
+            dirty = self._take(key)
+            assert dirty is not None, "taken from what is dirty"
+            self._start(key, dirty)
         if self.inflight_count == 0 and not self._chores_out and self._disk.writable():
             self._start_chores()
 
@@ -91,18 +106,30 @@ class Writeout:
     def _high_bytes(self) -> float:
         return DIRTY_SHARE_HIGH * self._dram.capacity_bytes
 
-    def _take(self, key: ChunkKey) -> ChunkShape | None:
-        shape = self._dirty.pop(key, None)
-        if shape is not None:
-            self._dirty_bytes -= shape.chunk_bytes
-        return shape
+    def check_integrity(self) -> None:
+        """Raise ``AssertionError`` where the books do not agree with themselves."""
+        dirty_bytes = sum(dirty.shape.chunk_bytes for dirty in self._dirty.values())
+        if dirty_bytes != self._dirty_bytes:
+            raise AssertionError(f"{self._dirty_bytes} dirty bytes counted, {dirty_bytes} found")
+        for key in self._dirty:
+            if self._dram.index.ready(key) is None:
+                raise AssertionError(f"{key.hex()} is dirty and not in DRAM")
+        if not 0 <= self.inflight_count <= WRITES_INFLIGHT_MAX:
+            raise AssertionError(f"{self.inflight_count} writes are out")
 
-    def _start(self, key: ChunkKey, shape: ChunkShape) -> None:
+    def _take(self, key: ChunkKey) -> _Dirty | None:
+        dirty = self._dirty.pop(key, None)
+        if dirty is not None:
+            self._dirty_bytes -= dirty.shape.chunk_bytes
+        return dirty
+
+    def _start(self, key: ChunkKey, dirty: _Dirty) -> None:
         source = self._dram.index.ready(key)
         assert source is not None, "a dirty chunk is ready in DRAM"
         if self._disk.index.get(key) is not None:
             return
-        target = self._disk.reserve(source.entry, source.namespace, source.codec, shape.sizes)
+        sizes = dirty.shape.sizes
+        target = self._disk.reserve(source.entry, source.namespace, source.codec, sizes)
         if target is None:
             self._counters.refused_chunks[MissReason.NO_ROOM] += 1
             return
@@ -121,7 +148,7 @@ class Writeout:
                 self._fail(target, chores, outcome)
             lease.release()
             if outcome is not None and self._dram.index.get(key) is source:
-                self._requeue(key, shape)
+                self._requeue(key, dirty)
             self.pump()
 
         def done(outcome: Fault | None) -> None:
@@ -136,7 +163,7 @@ class Writeout:
             with self._lock:
                 settle(outcome)
 
-        work = self._writing(source, target, shape, chores)
+        work = self._writing(source, target, dirty.shape, chores)
         self._executor.write(work, done, deadline=started + WRITE_DEADLINE_S, late=late)
 
     def _writing(
@@ -178,12 +205,11 @@ class Writeout:
         self._disk.return_chores(chores)
         self._disk.write_failed(fault)
 
-    def _requeue(self, key: ChunkKey, shape: ChunkShape) -> None:
+    def _requeue(self, key: ChunkKey, dirty: _Dirty) -> None:
         """Try a chunk again, and before its descendants, once the disk may be written to."""
-        later, self._dirty = self._dirty, {}
-        self._dirty_bytes = sum(shape.chunk_bytes for shape in later.values())
-        self.add(key, shape)
-        self._dirty |= later
+        self._dirty[key] = dirty
+        self._dirty_bytes += dirty.shape.chunk_bytes
+        self._dirty = dict(sorted(self._dirty.items(), key=lambda item: item[1].number))
 
     def _start_chores(self) -> None:
         chores = self._disk.take_chores()

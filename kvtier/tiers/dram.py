@@ -8,6 +8,7 @@ coldest slab of another size is emptied and given over.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from kvtier.interfaces import Clock, EvictionPolicy
 from kvtier.tiers.arena import Arena, Slab
@@ -99,6 +100,24 @@ class DramTier:
         self._touched.pop(record.entry.key, None)
         self.index.detach(record)
 
+    def leave(self, record: DramRecord) -> None:
+        """Let a ready record that nobody has pinned leave now, as if it were evicted."""
+        self._policy.remove(record.entry.key)
+        self._evict(record.entry.key)
+
+    def give_way(self, keys: Iterable[ChunkKey], below: TierIndex[Any]) -> bool:
+        """Let the first of ``keys`` leave that nobody has pinned and that ``below`` holds too.
+
+        For one long sequence that fills the tier: no policy evicts the ancestors of what comes in,
+        but those that a lower tier holds stay reachable. False: none of them could leave.
+        """
+        for key in keys:
+            record = self.index.ready(key)
+            if record is not None and not record.pins and below.ready(key) is not None:
+                self.leave(record)
+                return True
+        return False
+
     def touch(self, keys: Iterable[ChunkKey], features: Features) -> None:
         """Note an access to chunks of one sequence, given from its last to its first."""
         now = self._clock.now()
@@ -151,7 +170,10 @@ class DramTier:
 
     def _heat(self, slab: Slab) -> float | None:
         """Return the time of the slab's latest access, or None when a chunk of it must stay."""
-        owners = [self._owners[offset] for offset in slab.used_offsets()]
+        offsets = slab.used_offsets()
+        if not self._owners.keys() >= set(offsets):
+            return None  # A slot of the chunk that room is being made for.
+        owners = [self._owners[offset] for offset in offsets]
         if any(owner.pins or owner.state is not State.READY for owner in owners):
             return None
         return max((self._touched[o.entry.key] for o in owners), default=0.0)

@@ -89,6 +89,11 @@ class TierIndex(Generic[PlaceT]):
         """Chunks without a key that still occupy their place."""
         return len(self._leaving)
 
+    @property
+    def leaving(self) -> Iterator[Record[PlaceT]]:
+        """Chunks without a key that still occupy their place."""
+        return iter(self._leaving)
+
     def get(self, key: ChunkKey) -> Record[PlaceT] | None:
         """Return the record under a key in whatever state; a lookup prolongs nothing."""
         return self._records.get(key)

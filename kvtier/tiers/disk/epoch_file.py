@@ -1,8 +1,8 @@
 """Epochs on disk: small, replaced whole, synced, and never trusted when damaged.
 
 Losing an epoch would bring back KV that was declared stale. So a file that fails its checksum
-raises the floor under all namespaces to the present second: everything older is unreachable,
-which costs a recompute and never a wrong token.
+is replaced by one that raises the floor under all namespaces to the present second: everything
+older is unreachable, which costs a recompute and never a wrong token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ _SUM_BYTES = 16
 
 
 def load_epochs(root: str) -> tuple[dict[bytes, int], int]:
-    """Return (epoch by namespace digest, floor). Raises ``OSError`` when it cannot be read."""
+    """Return (epoch by namespace digest, floor). Raises ``OSError`` when it cannot be read.
+
+    A damaged file is replaced at once, so that what is stored from now on outlives a restart.
+    """
     try:
         with open(os.path.join(root, _NAME), "rb") as file:
             data = file.read()
@@ -27,7 +30,9 @@ def load_epochs(root: str) -> tuple[dict[bytes, int], int]:
         return {}, 0
     body = data[_SUM_BYTES:]
     if xxhash.xxh3_128_digest(body) != data[:_SUM_BYTES]:
-        return {}, int(time.time())
+        floor = int(time.time())
+        save_epochs(root, {}, floor)
+        return {}, floor
     floor, epochs = msgpack.unpackb(body, strict_map_key=False)
     return epochs, floor
 

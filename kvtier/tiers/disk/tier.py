@@ -123,6 +123,8 @@ class DiskTier:
             if not record.pins and any(p.path not in present for p in record.places.values()):
                 self.forget(record)
         known = {place.path for record in self.index for place in record.places.values()}
+        known |= {place.path for record in self.index.leaving for place in record.places.values()}
+        known |= {place.path for place in (*self._remove, *self._quarantine)}
         chunks: dict[ChunkKey, list[FoundShard]] = {}
         for shard in found.shards:
             if shard.path not in known:
