@@ -35,7 +35,7 @@ def test_restart_reuse_gives_the_same_text_from_disk(tmp_path: Path) -> None:
         "restart_reuse.py",
         "--json",
         "--repetitions=1",
-        "--prompt-tokens=600",
+        "--prompt-tokens=400",
         "--max-tokens=8",
         "--dram=256MiB",
         folder=tmp_path,
@@ -45,7 +45,7 @@ def test_restart_reuse_gives_the_same_text_from_disk(tmp_path: Path) -> None:
     assert summary["same_text"]
     assert not any(run["cold"]["cached_by_tier"].values())
     whole_chunks = run["restarted"]["prompt_tokens"] // 256 * 256
-    assert whole_chunks >= 512
+    assert whole_chunks
     assert run["restarted"]["cached_by_tier"]["disk"] == whole_chunks
 
 

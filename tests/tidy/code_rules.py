@@ -134,6 +134,9 @@ def no_unsafe_decoding(source: Source) -> Iterator[Finding]:
 
 def seeded_random(source: Source) -> Iterator[Finding]:
     for node, name in source.calls():
+        # A parameter may be called `random`; only the module is meant.
+        if ast.unparse(node.func).partition(".")[0] not in source.names:
+            continue
         given = bool(node.args or node.keywords)
         if name in SEEDABLE:
             bad = not given

@@ -44,7 +44,7 @@ CASES: list[tuple[code_rules.Rule, str, str, str]] = [
     (code_rules.no_unsafe_decoding, SHIPPED, "from marshal import loads", "import json"),
     (code_rules.no_unsafe_decoding, SHIPPED, "eval(text)", "model.eval()"),
     (code_rules.no_unsafe_decoding, SHIPPED, "import torch\ntorch.load(path)", "policies.load(a)"),
-    (code_rules.seeded_random, TEST, "import random\nrandom.random()", "rng.random()"),
+    (code_rules.seeded_random, TEST, "import random\nrandom.random()", "random.random()"),
     (
         code_rules.seeded_random,
         TEST,
