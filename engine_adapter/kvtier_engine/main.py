@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import logging
-import math
 import os
-import shlex
-import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 
-import uvicorn
-
-from kvtier.config import format_size
 from kvtier.errors import ConfigError, KVTierError, MissingExtraError, RegistryError
+from kvtier.registry import import_problem
 from kvtier_engine.options import usage
-from kvtier_engine.serve import Server, build
-from kvtier_engine.settings import EngineConfig, load_settings
+from kvtier_engine.settings import load_settings
 
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_SETTINGS = 2
 
-#: What connections get beyond the drain to take their last answers.
-_LAST_ANSWERS_S = 5
-_LISTEN_ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - compared, not listened on
 _SETTINGS_ERRORS = (ConfigError, MissingExtraError, RegistryError)
 
 
@@ -57,14 +46,15 @@ def serve(arguments: Sequence[str]) -> int:
     """Serve until a signal; returns 0. Raises ``KVTierError`` or ``OSError`` when it cannot."""
     settings = load_settings(arguments, os.environ)
     config = settings.config
-    # Before the model is loaded, which takes long: a taken port is known at once.
     with _bound(config.host, config.port) as listener:
         _say(f"kvtier-serve: loading {config.model}")
-        server = build(settings)
+        # Takes seconds, and the model more: a bad setting or a taken port is told before.
         try:
-            Program(server, listener).run(sockets=[listener])
-        finally:
-            server.close()
+            from kvtier_engine.program import run_server
+            from kvtier_engine.serve import build
+        except ImportError as error:
+            raise import_problem(error, "kvtier-serve") from error
+        run_server(build(settings), listener, _say)
     return EXIT_OK
 
 
@@ -83,101 +73,6 @@ def _bound(host: str, port: int) -> Iterator[socket.socket]:
             message = f"cannot listen on {host} port {port} (--host, --port): {reason}"
             raise OSError(message) from error
         yield listener
-
-
-class Program(uvicorn.Server):
-    """uvicorn's server with a banner when it listens and a drain when it is told to stop."""
-
-    def __init__(self, server: Server, listener: socket.socket) -> None:
-        drain_s = server.settings.config.drain_seconds
-        super().__init__(
-            uvicorn.Config(
-                server.application(),
-                loop="uvloop",
-                http="httptools",
-                ws="none",
-                access_log=False,
-                log_config=None,
-                server_header=False,
-                timeout_graceful_shutdown=math.ceil(drain_s) + _LAST_ANSWERS_S,
-            )
-        )
-        self._server = server
-        self._listener = listener
-        self._stops: set[asyncio.Task[bool]] = set()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen, then say so."""
-        await super().startup(sockets=sockets)
-        _say(banner(self._server, self._listener.getsockname()[1]))
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Drain at a signal instead of dying of it after the end."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._drain)
-        yield
-
-    def _drain(self) -> None:
-        """Take nothing in, let requests end for a while, abort the rest; a second time: at once."""
-        drain_s = 0.0 if self._server.admission.draining else None
-        if drain_s is None:
-            drain_s = self._server.settings.config.drain_seconds
-            _say(f"kvtier-serve: stopping; running requests have {drain_s:g} s to end")
-        self._server.admission.drain()
-        self.should_exit = True
-        stop = asyncio.create_task(asyncio.to_thread(self._server.engine.stop, drain_s))
-        self._stops.add(stop)
-        stop.add_done_callback(self._stops.discard)
-
-
-def banner(server: Server, port: int) -> str:
-    """Return what the program says when it begins to serve."""
-    config, facts, model = server.settings.config, server.facts, server.model
-    host = _LISTEN_ANYWHERE.get(config.host, config.host)
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    hbm = server.snapshot().engine.blocks_total * facts.block_bytes
-    runs = f"weights {model.weights_id[:12]}, {facts.dtype} on {facts.device}"
-    lines = [
-        f"kvtier-serve {version('kvtier')} serves {model.name} on {url}/v1",
-        f"  model  {runs}, context {model.context_tokens} tokens",
-        f"  hbm    {format_size(hbm)}, blocks of {facts.block_tokens} tokens",
-        *(f"  {line}" for line in _tier_lines(server)),
-    ]
-    if config.host in _LISTEN_ANYWHERE and not config.api_key:
-        lines.append("  note   listening on every address without --api-key")
-    return "\n".join([*lines, "Try:", f"  {_curl(url, config, model.name)}"])
-
-
-def _tier_lines(server: Server) -> Iterator[str]:
-    config, facts = server.settings.config, server.facts
-    if config.no_cache:
-        yield "cache  none (--no-cache)"
-        return
-    if facts.cache_problem:
-        yield f"cache  none: {facts.cache_problem}"
-        return
-    yield f"dram   {format_size(config.dram)}, {facts.codec}, chunks of {facts.chunk_tokens} tokens"
-    if config.disk:
-        yield (
-            f"disk   {format_size(config.disk_bytes)} in {config.disk}, write-{config.disk_mode}, "
-            f"durability {config.durability}"
-        )
-
-
-def _curl(url: str, config: EngineConfig, model: str) -> str:
-    """Return a command that a shell takes as it is."""
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": "What is the capital of France?"}],
-        "temperature": 0,
-    }
-    key = ' -H "Authorization: Bearer $KVTIER_API_KEY"' if config.api_key else ""
-    return (
-        f"curl -s {shlex.quote(url + '/v1/chat/completions')} "
-        f"-H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
-    )
 
 
 def _say(text: str) -> None:

@@ -135,9 +135,7 @@ def build(settings: Settings) -> Server:
     weights_id = config.weights_id or None
     loaded = load_model(config.model, device=device, dtype=dtype, weights_id=weights_id)
     layout = kv_layout(loaded.config, loaded.dtype, config.chunk_tokens)
-    pool = KVPool(
-        layout, block_tokens=config.block_tokens, capacity_bytes=config.kv_bytes, device=device
-    )
+    pool = _pool(config, layout, device)
     model = ServedModel(
         name=config.served_model_name or loaded.name,
         context_tokens=_context_tokens(config, loaded, pool),
@@ -148,9 +146,11 @@ def build(settings: Settings) -> Server:
     cache_config = config.cache_config()
     chunk_bytes = chunk_shape(layout, codecs.load(config.codec)()).chunk_bytes
     if cache_config is not None:
-        _check_room(cache_config, chunk_bytes)
+        _check_chunks(cache_config, chunk_bytes, config.chunk_tokens, model.context_tokens)
+    runner = ModelRunner(loaded, pool, max_rows=config.max_num_seqs)
+    # The tiers have threads, so they come last: nothing that could fail is left to do.
     tiers, problem = _tiers_boundary(cache_config, pool)
-    engine = _engine(config, loaded, layout, pool, model, tiers)
+    engine = _engine(config, loaded, layout, runner, pool, model, tiers)
     facts = Facts(
         device=device,
         dtype=loaded.dtype,
@@ -168,6 +168,7 @@ def _engine(
     config: EngineConfig,
     loaded: LoadedModel,
     layout: KVLayout,
+    runner: ModelRunner,
     pool: KVPool,
     model: ServedModel,
     tiers: Tiers | None,
@@ -179,7 +180,7 @@ def _engine(
     if tiers is not None:
         link = CacheLink(tiers.cache, tiers.worker, namespace, blocks)
     core = EngineCore(
-        ModelRunner(loaded, pool, max_rows=config.max_num_seqs),
+        runner,
         blocks,
         link,
         config=SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens),
@@ -189,6 +190,18 @@ def _engine(
     )
     limits = EngineLimits(model.context_tokens, model.vocab_size, _sequences_max(config))
     return Engine(core, limits, clock)
+
+
+def _pool(config: EngineConfig, layout: KVLayout, device: str) -> KVPool:
+    tokens, nbytes = config.block_tokens, config.kv_bytes
+    try:
+        return KVPool(layout, block_tokens=tokens, capacity_bytes=nbytes, device=device)
+    except ConfigError as error:
+        raise ConfigError(f"--kv-bytes {format_size(nbytes)}: {error}") from error
+    except (OSError, OverflowError, MemoryError, torch.OutOfMemoryError) as error:
+        raise ConfigError(
+            f"--kv-bytes {format_size(nbytes)}: {device} has no such memory ({error})"
+        ) from error
 
 
 def _tiers_boundary(config: CacheConfig | None, pool: KVPool) -> tuple[Tiers | None, str]:
@@ -240,14 +253,21 @@ def _context_tokens(config: EngineConfig, loaded: LoadedModel, pool: KVPool) -> 
     return wanted or min(known, held)
 
 
-def _check_room(config: CacheConfig, chunk_bytes: int) -> None:
-    if config.dram_bytes < chunk_bytes:
+def _check_chunks(
+    config: CacheConfig, chunk_bytes: int, chunk_tokens: int, context_tokens: int
+) -> None:
+    """Raise ``ConfigError`` for tiers that could never give anything back."""
+    if chunk_tokens >= context_tokens:
         raise ConfigError(
-            f"--dram {format_size(config.dram_bytes)} holds no chunk, which takes "
-            f"{format_size(chunk_bytes)}"
+            f"--chunk-tokens {chunk_tokens}: nothing could be cached, because the context limit "
+            f"is {context_tokens} tokens; allowed: less than that, or --no-cache"
         )
-    if config.disk is not None and config.disk.capacity_bytes < chunk_bytes:
-        raise ConfigError(
-            f"--disk-bytes {format_size(config.disk.capacity_bytes)} holds no chunk, which takes "
-            f"{format_size(chunk_bytes)}"
-        )
+    sizes = {"--dram": config.dram_bytes}
+    if config.disk is not None:
+        sizes["--disk-bytes"] = config.disk.capacity_bytes
+    for flag, nbytes in sizes.items():
+        if nbytes < chunk_bytes:
+            raise ConfigError(
+                f"{flag} {format_size(nbytes)} holds no chunk, which takes "
+                f"{format_size(chunk_bytes)}"
+            )
