@@ -288,6 +288,8 @@ BOMBS: dict[str, bytes] = {
     "timestamp": b"\xd6\xff\x00\x00\x00\x00",
     "nested arrays": b"\x91" * 60_000,
     "nested maps": b"\x81\xa1a" * 20_000,
+    "arrays of 60,000 within each other": b"\xdd\x00\x00\xea\x60" * 12_000,
+    "maps of 60,000 within each other": b"\xdf\x00\x00\xea\x60\xa1a" * 9_000,
     "arrays of 512 within each other": b"\xdc\x02\x00" * 20_000,
     "maps of 1024 within each other": b"\xde\x04\x00\xa1a" * 12_000,
     "text that is no UTF-8": b"\x81\xa2\xff\xfe\x00",
