@@ -57,7 +57,7 @@ FORBIDDEN = [
         r"/tm" + r"p/w/",
         r"\bcla" + r"ude\b",
         r"\banth" + r"ropic\b",
-        r"\b(coding|ai) assi" + r"stant",
+        r"\bcoding assi" + r"stant",
         r"\b(coding|developer) ses" + r"sion\b",
         r"(?<![&\w])iss" + r"ue #?\d+",
     )
