@@ -211,3 +211,14 @@ def test_broken_links_are_found() -> None:
     files = frozenset({"docs", "docs/concepts", "docs/b.md", "docs/concepts/a.md"})
     found = list(tree_rules.links_resolve([page, other], files))
     assert [each.line for each in found] == [3, 4, 5, 6]
+
+
+def test_unlisted_page_is_found() -> None:
+    sources = [
+        Source("docs/README.md", "[A](concepts/a.md#part)"),
+        Source("docs/concepts/a.md", ""),
+        Source("docs/concepts/b.md", ""),
+        Source("docs/adr/0001-c.md", ""),
+    ]
+    found = messages(tree_rules.pages_are_listed(sources))
+    assert found == ["docs/concepts/b.md: docs/README.md does not list this page"]

@@ -159,6 +159,22 @@ def links_resolve(sources: Sequence[Source], files: frozenset[str]) -> Iterator[
                 yield source.found(line, f"{target}: no such heading")
 
 
+def pages_are_listed(sources: Sequence[Source]) -> Iterator[Finding]:
+    """Every page of ``docs`` but the decisions is linked from the page that lists them."""
+    listed = {
+        posixpath.normpath(posixpath.join("docs", match[1].partition("#")[0]))
+        for source in sources
+        if source.path == "docs/README.md"
+        for match in MARKDOWN_LINK.finditer(source.text)
+        if match[1]
+    }
+    for source in sources:
+        is_page = source.path.startswith("docs/") and source.path.endswith(".md")
+        apart = source.path.startswith("docs/adr/") or source.path == "docs/README.md"
+        if is_page and not apart and source.path not in listed:
+            yield source.found(1, "docs/README.md does not list this page")
+
+
 def _slug(heading: str) -> str:
     """Anchor of a heading, as GitHub makes it."""
     words = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower())
@@ -170,4 +186,5 @@ TREE_RULES: tuple[TreeRule, ...] = (
     tests_have_own_names,
     top_folders_are_no_packages,
     changelog_is_open,
+    pages_are_listed,
 )
