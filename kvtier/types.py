@@ -173,7 +173,7 @@ class ShardLayout:
 class Placement:
     """Which share of the model a worker's pool holds.
 
-    Of a group with H kv heads, tensor-parallel rank r of n holds heads ``H*r//n .. H*(r+1)//n``;
+    Of a group's kv heads, tensor-parallel rank r of n holds ``kvtier.layout.head_range``;
     ``stage`` is its pipeline stage.
     """
 

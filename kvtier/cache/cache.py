@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from functools import lru_cache
 
 from kvtier.cache.epochs import Epochs
 from kvtier.cache.executor import Executor
@@ -36,6 +37,10 @@ from kvtier.tiers.dram import DramRecord, DramTier
 from kvtier.types import Blocks, Features, MissReason, Namespace, Plan, Result, Tier
 
 _FEATURES = Features()
+
+# Every call asks whether its sequence is still in the present epoch; encoding a namespace anew
+# would take longer than the lookup itself.
+_digest = lru_cache(maxsize=1024)(namespace_digest)
 
 
 class Cache:
@@ -222,7 +227,7 @@ class Cache:
         ``TierUnavailableError`` when it could not be: then it holds for this process, and is
         written when the disk comes back.
         """
-        base = namespace_digest(namespace)
+        base = _digest(namespace)
         with self._lock:
             root = self._root(namespace)
             epoch = self._epochs.advance(base)
@@ -278,9 +283,9 @@ class Cache:
             self._arena.close()
 
     def _root(self, namespace: Namespace) -> bytes:
-        base = namespace_digest(namespace)
+        base = _digest(namespace)
         epoch = self._epochs.get(base)
-        return namespace_digest(namespace, epoch) if epoch else base
+        return _digest(namespace, epoch) if epoch else base
 
     def _current(self, sequence: Sequence) -> bool:
         """Tell whether a sequence's namespace is still in the epoch in which it began."""
