@@ -22,7 +22,7 @@ _HEAP_MIN = 64
 class _Node:
     entry: Entry
     stamp: int
-    children: set[ChunkKey] = field(default_factory=set)
+    children: dict[ChunkKey, None] = field(default_factory=dict)  # an ordered set
 
 
 class LRU:
@@ -44,7 +44,7 @@ class LRU:
         # Counts down: what lost its parent is older than everything that was ever touched.
         self._orphan_clock = 0
         # Children of parents that were removed, in case a parent comes back.
-        self._orphans: dict[ChunkKey, set[ChunkKey]] = {}
+        self._orphans: dict[ChunkKey, dict[ChunkKey, None]] = {}
 
     def admit(self, entry: Entry, now: float) -> list[ChunkKey] | None:
         """See ``EvictionPolicy.admit``. ``now`` is not used: order is time enough."""
@@ -92,8 +92,6 @@ class LRU:
         if node is None:
             return
         self._forget(node)
-        if node.children:
-            self._orphans[key] = set(node.children)
         orphans = list(node.children)
         while orphans:
             child = self._nodes[orphans.pop()]
@@ -105,14 +103,14 @@ class LRU:
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` where the books do not agree with themselves."""
         live = {item[1] for item in self._leaves if self._live(item) is not None}
-        children: dict[ChunkKey, set[ChunkKey]] = {}
+        children: dict[ChunkKey, dict[ChunkKey, None]] = {}
         for key, node in self._nodes.items():
             if node.entry.parent is not None:
-                children.setdefault(node.entry.parent, set()).add(key)
+                children.setdefault(node.entry.parent, {})[key] = None
         total = 0
         for key, node in self._nodes.items():
             total += node.entry.nbytes
-            if node.children != children.get(key, set()):
+            if node.children != children.get(key, {}):
                 raise AssertionError(f"children of {key.hex()} are not what is held")
             if not node.children and key not in live:
                 raise AssertionError(f"leaf {key.hex()} cannot be found for eviction")
@@ -130,16 +128,18 @@ class LRU:
         entry = node.entry
         self._nodes[entry.key] = node
         self.used_bytes += entry.nbytes
-        node.children = self._orphans.pop(entry.key, set())
-        self._siblings(entry).add(entry.key)
+        node.children = self._orphans.pop(entry.key, {})
+        self._siblings(entry)[entry.key] = None
         self._push_if_leaf(node)
 
     def _forget(self, node: _Node) -> None:
         entry = node.entry
         del self._nodes[entry.key]
         self.used_bytes -= entry.nbytes
+        if node.children:
+            self._orphans[entry.key] = node.children
         siblings = self._siblings(entry)
-        siblings.discard(entry.key)
+        siblings.pop(entry.key, None)
         if entry.parent is None:
             return
         parent = self._nodes.get(entry.parent)
@@ -148,20 +148,21 @@ class LRU:
         elif not siblings:
             del self._orphans[entry.parent]
 
-    def _siblings(self, entry: Entry) -> set[ChunkKey]:
+    def _siblings(self, entry: Entry) -> dict[ChunkKey, None]:
         """Return the held children of the entry's parent, whether the parent is held or not."""
         if entry.parent is None:
-            return set()
+            return {}
         parent = self._nodes.get(entry.parent)
         if parent is not None:
             return parent.children
-        return self._orphans.setdefault(entry.parent, set())
+        return self._orphans.setdefault(entry.parent, {})
 
     def _push_if_leaf(self, node: _Node) -> None:
         if node.children:
             return
         if len(self._leaves) > _HEAP_MIN + _HEAP_SLACK * len(self._nodes):
-            self._leaves = [item for item in self._leaves if self._live(item) is not None]
+            # A leaf that got and lost children stands here once for each time: keep it once.
+            self._leaves = list({item for item in self._leaves if self._live(item) is not None})
             heapq.heapify(self._leaves)
         heapq.heappush(self._leaves, (node.stamp, node.entry.key))
 
