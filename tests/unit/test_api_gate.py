@@ -11,6 +11,7 @@ import pytest
 
 from kvtier_engine.api import limits
 from kvtier_engine.api.routes import http_error
+from kvtier_engine.api.service import Outcome
 from kvtier_engine.types import Delta, FinishReason, GenerateRequest, Usage
 from tests.lib.api_fakes import ScriptedEngine, Step
 from tests.lib.api_harness import MODEL, Api, error_of, events
@@ -19,7 +20,7 @@ ROUTES = ["/v1/models", "/v1/completions", "/version", "/openapi.json", "/nowher
 
 
 @pytest.mark.parametrize("path", ROUTES)
-@pytest.mark.parametrize("key", ["", "Bearer wrong", "Bearer sesam", "sesame", "bearer sesame"])
+@pytest.mark.parametrize("key", ["", "Bearer wrong", "Bearer sesam", "sesame", "Basic sesame"])
 async def test_a_wrong_or_missing_key_is_a_401(path: str, key: str) -> None:
     headers = {"authorization": key} if key else {}
     response = await Api(api_key="sesame").get(path, **headers)
@@ -31,7 +32,8 @@ async def test_a_wrong_or_missing_key_is_a_401(path: str, key: str) -> None:
 
 async def test_the_right_key_opens_and_probes_need_none() -> None:
     api = Api(api_key="sesame")
-    assert (await api.get("/v1/models", authorization="Bearer sesame")).status_code == 200
+    for right in ("Bearer sesame", "bearer sesame"):
+        assert (await api.get("/v1/models", authorization=right)).status_code == 200
     for path in ("/health", "/metrics"):
         assert (await api.get(path)).status_code == 200
 
@@ -129,7 +131,7 @@ async def test_a_full_queue_is_a_429_that_says_when_to_return(stream: bool) -> N
     assert (await first).status_code == 200
     assert api.admission.sequences == 0
     assert (await api.complete(n=3, stream=stream)).status_code == 200
-    assert api.service.counters.outcomes["completions", "queue_full"] == 1
+    assert api.service.counters.outcomes["completions", Outcome.QUEUE_FULL] == 1
 
 
 async def test_a_draining_server_answers_503_and_finishes_what_it_took() -> None:
@@ -167,7 +169,7 @@ async def test_a_fault_is_a_500_that_tells_nothing(
     call_id = next(record.args[0] for record in caplog.records if isinstance(record.args, tuple))
     assert str(call_id) in error["message"]
     assert api.admission.sequences == 0
-    assert api.service.counters.outcomes["completions", "error"] == 1
+    assert api.service.counters.outcomes["completions", Outcome.ERROR] == 1
 
 
 @pytest.mark.parametrize(
@@ -209,9 +211,9 @@ async def test_outcomes_and_durations_are_counted() -> None:
     await api.chat()
     counters = api.service.counters
     assert counters.outcomes == {
-        ("completions", "ok"): 2,
-        ("completions", "refused"): 1,
-        ("chat", "ok"): 1,
+        ("completions", Outcome.OK): 2,
+        ("completions", Outcome.REFUSED): 1,
+        ("chat", Outcome.OK): 1,
     }
     assert sum(counters.duration.counts) == 3
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvtier_engine.api import limits
+from kvtier_engine.api import limits, routes
 from kvtier_engine.api.schemas import UNSUPPORTED
 from tests.lib.api_fakes import VOCAB, ScriptedEngine
 from tests.lib.api_harness import MODEL, Api, error_of
@@ -274,3 +276,29 @@ async def test_b156_a_long_chat_is_refused_with_the_code() -> None:
 async def test_errors_quote_what_was_sent_in_short() -> None:
     error = error_of(await Api().complete(logit_bias={"x" * 100_000: 1}))
     assert len(json.dumps(error)) < 500
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "api.md").read_text()
+
+
+def test_the_page_names_every_limit() -> None:
+    rows = [line for line in PAGE.partition("## Limits")[2].splitlines() if line.startswith("| ")]
+    told = sorted(int(number) for row in rows for number in re.findall(r"^\| (\d+) \|", row))
+    unlisted = {"INLINE_ENCODE_CHARS_MAX"}
+    names = [name for name in dir(limits) if name.endswith("_MAX") and name not in unlisted]
+    assert told == sorted(getattr(limits, name) for name in names)
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_the_page_names_what_is_not_served(name: str) -> None:
+    taken = [f"`{json.dumps(value)}`" for value in UNSUPPORTED[name] if value is not None]
+    assert f"| `{name}` | {', '.join(taken) or '—'} |" in PAGE
+
+
+def test_the_page_names_every_code() -> None:
+    folder = Path(routes.__file__).parent
+    text = "".join(path.read_text() for path in sorted(folder.glob("*.py")))
+    codes = set(re.findall(r'code="(\w+)"', text)) - {"http_error"}
+    assert codes
+    for code in codes | {"invalid_value"}:
+        assert f"`{code}`" in PAGE, code

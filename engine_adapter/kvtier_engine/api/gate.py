@@ -21,13 +21,16 @@ class ApiKeyGate:
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
-        self._expected = f"Bearer {api_key}".encode() if api_key else b""
+        self._key = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401."""
-        if scope["type"] == "http" and self._expected and scope["path"] not in OPEN_PATHS:
-            given = Headers(scope=scope).get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(given, self._expected):
+        if scope["type"] == "http" and self._key and scope["path"] not in OPEN_PATHS:
+            given = Headers(scope=scope).get("authorization", "")
+            # The scheme's case does not matter (RFC 9110, section 11.1); the key's does.
+            scheme, _, key = given.partition(" ")
+            right = hmac.compare_digest(key.strip().encode("latin-1"), self._key)
+            if scheme.lower() != "bearer" or not right:
                 await _unauthorized(missing=not given).response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -1,0 +1,17 @@
+"""A server of the tiny model, put together in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvtier_engine.serve import Server, build
+from kvtier_engine.settings import load_settings
+
+
+def made(folder: Path, *arguments: str) -> Server:
+    """Small blocks, chunks and tiers, unless the arguments say otherwise."""
+    small = [f"--model={folder}", "--block-tokens=4", "--chunk-tokens=8", "--kv-bytes=1MiB"]
+    tiers = [] if "--no-cache" in arguments else ["--dram=64MiB"]
+    given = {argument.partition("=")[0] for argument in arguments}
+    kept = [each for each in [*small, *tiers] if each.partition("=")[0] not in given]
+    return build(load_settings([*kept, *arguments], {}))
