@@ -70,8 +70,8 @@ soak: $(READY) ## long runs of the random tests, with a fresh seed: make soak SC
 	@report=bench/results/soak/$$(date -u +%Y%m%dT%H%M%SZ).txt; \
 	seed=$${KVTIER_SEED:-$$(date +%s)}; \
 	{ echo "commit $$(git rev-parse HEAD), $$(uname -srm)"; \
-	  KVTIER_SEED=$$seed KVTIER_SCALE=$(SCALE) .venv/bin/python -m pytest --timeout=0 \
-		tests/property tests/simulation tests/fault tests/contract $(ARGS); \
+	  KVTIER_SEED=$$seed KVTIER_SCALE=$(SCALE) \
+		.venv/bin/python -m pytest -m soak --timeout=0 $(ARGS); \
 	  echo "exit status $$?"; } 2>&1 | tee "$$report"; \
 	echo "report: $$report"; \
 	tail -n 1 "$$report" | grep -q 'exit status 0'

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 # Before anything imports torch or transformers: two cores, and no look at a model hub.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
@@ -49,6 +49,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header() -> str:
     """Say how to run the same again."""
     return f"kvtier: KVTIER_SEED={SEED} KVTIER_SCALE={SCALE} (set both to replay this run)"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what a soak runs for longer: tests that ask for the scale, or that Hypothesis drives."""
+    for item in items:
+        if isinstance(item, pytest.Function) and (
+            "scale" in item.fixturenames or is_hypothesis_test(item.obj)
+        ):
+            item.add_marker(pytest.mark.soak)
 
 
 def _seed_of(node_id: str) -> int:
