@@ -212,6 +212,8 @@ class CacheLink:
         self._followed: dict[Request, _Followed] = {}
         self._stores: dict[int, list[int]] = {}
         self._loads: list[_RunningLoad] = []
+        #: Workers' answers that the cache has not taken yet: none may be lost, a block waits on it.
+        self._answers: list[Result] = []
         self._logged_s: float | None = None
         self._faults = 0
 
@@ -253,9 +255,9 @@ class CacheLink:
 
     def poll(self) -> list[LoadEnded]:
         """Carry answers to the cache and plans to the worker; never waits for either."""
-        results = self._guarded_boundary(self._worker.poll, list[Result]())
-        if results:
-            self._guarded_boundary(lambda: self._cache.finish(results), None)
+        self._answers += self._guarded_boundary(self._worker.poll, list[Result]())
+        if self._answers and self._guarded_boundary(self._hand_over_answers, otherwise=False):
+            self._answers.clear()
         for plan_id in list(self._stores):
             if self._guarded_boundary(partial(self._cache.store_done, plan_id), otherwise=False):
                 self._pool.release(self._stores.pop(plan_id))
@@ -281,6 +283,10 @@ class CacheLink:
         for load in self._loads:
             held.update(load.block_ids)
         return held
+
+    def _hand_over_answers(self) -> bool:
+        self._cache.finish(self._answers)
+        return True
 
     def _offered(self, request: Request) -> int:
         followed = self._followed.get(request)
@@ -357,11 +363,10 @@ class CacheLink:
             self._worker.execute(plan)
         except Exception as error:
             self._note_fault(error)
-            refusals = [
+            self._answers += [
                 Result(plan.plan_id, worker, ok=False, reason=MissReason.WORKER, detail=str(error))
                 for worker in plan.workers
             ]
-            self._guarded_boundary(lambda: self._cache.finish(refusals), None)
 
     def _guarded_boundary(self, call: Callable[[], T], otherwise: T) -> T:
         """Return what the cache says, or ``otherwise`` when it raises."""

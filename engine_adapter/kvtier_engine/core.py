@@ -133,7 +133,8 @@ class EngineCore:
 
         Requests that run go on from their tokens, computed anew.
         """
-        self._scheduler.forget_prefixes()
+        for row in self._scheduler.forget_prefixes():
+            self._remove_row_boundary(row)
 
     def step(self) -> bool:
         """Schedule, compute, deliver. False when there was nothing to compute."""

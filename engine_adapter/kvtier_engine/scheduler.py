@@ -1,9 +1,9 @@
 """Which requests compute which tokens in the next step, and who holds which blocks.
 
 A step serves running requests first (decodes, then prefills in chunks), then takes in waiting
-ones. Three rules keep it free of deadlock: a request that holds blocks may always take more from
-those that rank behind it; a load holds blocks but nothing else; and when nothing can run because
-of blocks that loads hold, the load that ranks last is given up.
+ones. What keeps it free of deadlock: of the requests that hold blocks, the one that ranks first
+can always go on. It takes blocks from those behind it; when nothing runs for want of blocks, the
+load that ranks last is given up, or a running request makes way for a loaded one before it.
 """
 
 from __future__ import annotations
@@ -91,9 +91,8 @@ class Scheduler:
         blocked = self._take_in(shares, admitted)
         needer = stalled or blocked
         if not shares and needer is not None:
-            self._give_up_a_load(needer)
-        rows_removed, self._rows_removed = tuple(self._rows_removed), []
-        return Step(tuple(shares), rows_removed, tuple(admitted))
+            self._unblock(needer)
+        return Step(tuple(shares), self._take_removed_rows(), tuple(admitted))
 
     def advance(self, share: Share) -> None:
         """Note that a share has been computed: its full blocks can be found and stored."""
@@ -126,13 +125,17 @@ class Scheduler:
             heappush(self._free_rows, row)
         return row
 
-    def forget_prefixes(self) -> None:
-        """Let nothing computed so far be used again: every request starts over."""
+    def forget_prefixes(self) -> tuple[int, ...]:
+        """Let nothing computed so far be used again: every request starts over.
+
+        Return the rows that have become free.
+        """
         for request in list(self._running):
             self._preempt(request)
         for request in [*self._loading, *self._waiting]:
             self._give_back(request)
         self._pool.forget()
+        return self._take_removed_rows()
 
     def check_integrity(self) -> None:
         """Raise ``BlockPoolError`` unless every reference is accounted for."""
@@ -304,6 +307,10 @@ class Scheduler:
         self.counters.preemptions += 1
         self._wait(request)
 
+    def _take_removed_rows(self) -> tuple[int, ...]:
+        rows_removed, self._rows_removed = tuple(self._rows_removed), []
+        return rows_removed
+
     def _give_back(self, request: Request) -> None:
         """Take the blocks of a request that does not run; it starts over from the line."""
         if request.status is Status.LOADING:
@@ -315,8 +322,16 @@ class Scheduler:
         if request.status is not Status.PREEMPTED:
             request.status = Status.WAITING
 
-    def _give_up_a_load(self, needer: Request) -> None:
-        """Cancel the load that ranks last, unless blocks enough are on their way back already."""
+    def _unblock(self, needer: Request) -> None:
+        """Let someone go on when nothing runs because ``needer`` lacks blocks.
+
+        A loaded request that ranks before it may hold them and wait for its row; else the load
+        that ranks last is cancelled, unless blocks enough are on their way back already.
+        """
+        loaded = (each for each in self._waiting if each.status is Status.LOADED)
+        if needer.status is Status.RUNNING and any(each.rank < needer.rank for each in loaded):
+            self._preempt(needer)
+            return
         held = self._link.held()
         returning = sum(self._pool.references(each) == count for each, count in held.items())
         needed = blocks_for(len(needer.tokens), self._pool.block_tokens) - len(needer.block_ids)
