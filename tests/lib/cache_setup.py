@@ -1,0 +1,178 @@
+"""Caches over one folder with doubles of an engine beside them, and what must hold at the end."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from kvtier.cache.cache import Cache
+from kvtier.cache.planner import chunk_shape
+from kvtier.codecs.raw import RawCodec
+from kvtier.config import CacheConfig, DiskConfig, Durability, WriteMode
+from kvtier.interfaces import Clock
+from kvtier.obs.stats import CacheStats, TierStats
+from kvtier.testing.engine_double import EngineDouble, wait_until
+from kvtier.testing.fault_files import FaultyFiles
+from kvtier.types import GroupKind, KVGroup, KVLayout, Namespace, Placement, Tier
+
+torch.set_num_threads(1)
+
+CHUNK, BLOCK = 8, 4
+FULL = KVGroup(GroupKind.FULL, (0, 1, 2), kv_heads=2, k_dim=8, v_dim=8, dtype="float32")
+#: A chunk needs a page for its header and one for each of its three sections.
+LAYOUT = KVLayout((FULL,), chunk_tokens=CHUNK, section_layers=1)
+NAMESPACE = Namespace("weights", LAYOUT)
+CHUNK_BYTES = 4 * 4096
+
+WINDOWED = KVLayout(
+    (
+        KVGroup(GroupKind.FULL, (0, 3), kv_heads=2, k_dim=8, v_dim=8, dtype="float32"),
+        KVGroup(
+            GroupKind.WINDOW,
+            (1, 2, 4),
+            kv_heads=1,
+            k_dim=16,
+            v_dim=8,
+            dtype="bfloat16",
+            window_tokens=12,
+        ),
+    ),
+    chunk_tokens=CHUNK,
+    section_layers=1,
+)
+LATENT = KVLayout(
+    (
+        KVGroup(GroupKind.LATENT, (0, 1), kv_heads=1, k_dim=24, v_dim=0, dtype="bfloat16"),
+        KVGroup(GroupKind.FULL, (2,), kv_heads=2, k_dim=8, v_dim=16, dtype="float16"),
+    ),
+    chunk_tokens=CHUNK,
+    head_groups=2,
+)
+#: Four heads in two head groups: ranks of any degree that divides four can read it.
+SPLIT = KVLayout(
+    (KVGroup(GroupKind.FULL, (0, 1), kv_heads=4, k_dim=8, v_dim=8, dtype="float32"),),
+    chunk_tokens=CHUNK,
+    head_groups=2,
+    section_layers=1,
+)
+STAGED = KVLayout((FULL,), chunk_tokens=CHUNK, stage_starts=(0, 2), section_layers=1)
+
+
+def ranks(size: int, stages: int = 1) -> tuple[Placement, ...]:
+    """Every rank of every stage."""
+    return tuple(
+        Placement(stage * size + rank, rank, size, stage)
+        for stage in range(stages)
+        for rank in range(size)
+    )
+
+
+def tier_stats(cache: Cache, tier: Tier) -> TierStats:
+    """One tier's figures."""
+    return next(each for each in cache.stats().tiers if each.tier is tier)
+
+
+@dataclass
+class CacheSetup:
+    """Opens and closes caches over ``folder``. ``files`` are theirs, to let them go wrong.
+
+    A test that expects errors to be logged clears ``errors`` before it ends.
+    """
+
+    folder: Path
+    files: FaultyFiles = field(default_factory=FaultyFiles)
+    errors: list[logging.LogRecord] = field(default_factory=list)
+    engines: list[EngineDouble] = field(default_factory=list)
+
+    def open(
+        self,
+        layout: KVLayout = LAYOUT,
+        *,
+        dram_chunks: int = 16,
+        disk_chunks: int | None = 64,
+        placements: tuple[Placement, ...] = ranks(1),
+        mode: WriteMode = WriteMode.THROUGH,
+        durability: Durability = Durability.NONE,
+        clock: Clock | None = None,
+        slab_bytes: int = 4096,
+        salt: str = "",
+        load_deadline_s: float = 5.0,
+        pending_deadline_s: float = 2.0,
+        block_count: int = 96,
+    ) -> EngineDouble:
+        """Open a cache that holds so many chunks of ``layout``, with an engine beside it."""
+        chunk_bytes = chunk_shape(layout, RawCodec()).chunk_bytes
+        disk = None
+        if disk_chunks is not None:
+            capacity = disk_chunks * chunk_bytes
+            disk = DiskConfig(str(self.folder / "disk"), capacity, durability, mode)
+        config = CacheConfig(
+            dram_bytes=dram_chunks * chunk_bytes,
+            disk=disk,
+            slab_bytes=slab_bytes,
+            workers=placements,
+            load_deadline_s=load_deadline_s,
+            pending_deadline_s=pending_deadline_s,
+        )
+        cache = Cache(config, clock=clock, files=self.files)
+        namespace = Namespace("weights", layout, tenant_salt=salt)
+        engine = EngineDouble(
+            cache,
+            namespace,
+            placements=placements,
+            block_tokens=BLOCK,
+            block_count=block_count,
+            clock=clock,
+        )
+        self.engines.append(engine)
+        return engine
+
+    def close(self, engine: EngineDouble, *, timeout_s: float = 10.0) -> None:
+        """Wait for the disk, look that nothing is left over, and close."""
+        settle(engine)
+        self.engines.remove(engine)
+        engine.close()
+        engine.cache.close(timeout_s=timeout_s)
+
+    def close_all(self) -> None:
+        """Close what is open; every test ends with this. Raises where something was logged."""
+        self.files.inject()
+        for engine in list(self.engines):
+            self.close(engine)
+        messages = [record.getMessage() for record in self.errors]
+        assert not messages, messages
+
+    def shard_files(self) -> list[Path]:
+        """Every shard on disk, in no order."""
+        return sorted((self.folder / "disk" / "shards").rglob("*.kvs"))
+
+
+class ErrorLog(logging.Handler):
+    """Collects what the cache logs as an error: a callback or storage work that broke."""
+
+    def __init__(self, records: list[logging.LogRecord]) -> None:
+        super().__init__(logging.ERROR)
+        self.records = records
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def idle(stats: CacheStats) -> bool:
+    """Tell whether nothing is under way and nothing is pinned."""
+    moving = stats.loads_inflight + stats.stores_inflight + stats.late_jobs
+    return not moving and not any(tier.pinned_chunks for tier in stats.tiers)
+
+
+def settle(engine: EngineDouble) -> None:
+    """Wait until nothing is under way, then look through the books."""
+    wait_until(lambda: idle(engine.cache.stats()), f"not idle: {engine.cache.stats()}")
+    engine.cache.check_integrity()
+
+
+def written(engine: EngineDouble) -> None:
+    """Wait until everything that was stored lies on disk."""
+    wait_until(lambda: engine.cache.stats().writes_queued == 0, "writes do not end")
