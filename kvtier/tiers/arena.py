@@ -27,6 +27,9 @@ from kvtier.types import Slot
 # Linux 5.14: fault pages in without reading or writing them. Not in Python's mmap module.
 _MADV_POPULATE_WRITE = 23
 _POPULATE_STEP_BYTES = 256 * MIB
+# A slab takes at most this share of the arena, so that a chunk whose shards have several sizes
+# finds a slab for each of them in a small one too.
+_SLABS_MIN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ def map_arena(handle: ArenaHandle) -> memoryview:
     """
     descriptor = os.open(handle.path, os.O_RDWR)
     try:
+        if os.fstat(descriptor).st_size != handle.nbytes:
+            raise FileNotFoundError(errno.ENOENT, "the arena's owner is gone", handle.path)
         return memoryview(mmap.mmap(descriptor, handle.nbytes))
     finally:
         os.close(descriptor)
@@ -74,7 +79,8 @@ class Arena:
     """Owns the memory and says which bytes of it are whose. Used under the cache's lock.
 
     With ``shared`` the memory is a memfd that workers in other processes map by ``handle``.
-    ``slab_bytes`` is what a slab strives for; one that needs more for a single slot is longer.
+    ``slab_bytes`` is what a slab strives for, less in an arena of few slabs; one that needs more
+    for a single slot is longer.
     """
 
     def __init__(
@@ -84,7 +90,7 @@ class Arena:
         if capacity_bytes <= 0:
             raise ConfigError(f"arena of {capacity_bytes} bytes; at least {ALIGN_BYTES} are needed")
         self.capacity_bytes = capacity_bytes
-        self._slab_bytes = slab_bytes
+        self._slab_bytes = min(slab_bytes, capacity_bytes // _SLABS_MIN)
         self._descriptor = os.memfd_create("kvtier-arena") if shared else -1
         self._mapping = _map(capacity_bytes, self._descriptor)
         self.memory = memoryview(self._mapping)
@@ -133,8 +139,8 @@ class Arena:
 
     def close(self) -> None:
         """Unmap. Every view given out must be gone or unused; those alive keep the mapping."""
-        self.memory.release()
         with contextlib.suppress(BufferError):  # A view is alive; the mapping goes with it.
+            self.memory.release()
             self._mapping.close()
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -156,7 +162,10 @@ class Arena:
                 raise AssertionError(f"slab at {slab.offset} is listed wrongly")
 
     def _slab_of(self, slot: Slot) -> Slab:
-        slab = self._slabs[self._offsets[bisect.bisect_right(self._offsets, slot.offset) - 1]]
+        before = bisect.bisect_right(self._offsets, slot.offset)
+        assert before > 0, "a slot of no slab"
+        slab = self._slabs[self._offsets[before - 1]]
+        assert slot.offset < slab.offset + slab.nbytes, "a slot of no slab"
         assert slab.slot_bytes == slot.nbytes, "a slot of another size"
         assert (slot.offset - slab.offset) % slab.slot_bytes == 0, "not a slot's start"
         return slab
@@ -192,11 +201,27 @@ class Arena:
 
 
 def _map(nbytes: int, descriptor: int) -> mmap.mmap:
-    if descriptor >= 0:
-        os.ftruncate(descriptor, nbytes)
-        mapping = mmap.mmap(descriptor, nbytes)
-    else:
-        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Map and touch ``nbytes``, of the descriptor if there is one. Raises ``ConfigError``."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        # Touching more than there is would not fail: the system would end some process for it.
+        if nbytes > physical:
+            raise OSError(errno.ENOMEM, f"it has {physical}")
+        if descriptor >= 0:
+            os.ftruncate(descriptor, nbytes)
+            mapping = mmap.mmap(descriptor, nbytes)
+        else:
+            mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        _populate(mapping, nbytes)
+    except OSError as error:
+        if descriptor >= 0:
+            os.close(descriptor)
+        raise ConfigError(f"arena of {nbytes} bytes: the machine does not have them") from error
+    return mapping
+
+
+def _populate(mapping: mmap.mmap, nbytes: int) -> None:
+    """Fault every page in, huge ones where the kernel gives them."""
     if nbytes >= HUGE_PAGE_BYTES:
         # A kernel without huge pages refuses the advice; everything works, only slower.
         with contextlib.suppress(OSError):
@@ -207,9 +232,7 @@ def _map(nbytes: int, descriptor: int) -> mmap.mmap:
             mapping.madvise(_MADV_POPULATE_WRITE, start, step)
     except OSError as error:
         if error.errno != errno.EINVAL:
-            mapping.close()
-            raise ConfigError(f"arena of {nbytes} bytes: the machine does not have them") from error
+            raise
         # Older than 5.14: touch each page.
         for start in range(0, nbytes, ALIGN_BYTES):
             mapping[start] = 0
-    return mapping

@@ -2,7 +2,7 @@
 
 A reservation evicts synchronously or is refused; nothing waits, spins or runs behind the scenes.
 When the policy has made room in bytes but no slab has a slot of the size that is needed, the
-coldest slab of another size is emptied and given over.
+coldest slab, of another size if possible, is emptied and given over.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class DramTier:
         places: dict[ShardId, Slot] = {}
         for shard, nbytes in sizes.items():
             slot = self.arena.allocate(nbytes)
-            while slot is None and self._empty_coldest_slab(nbytes):
+            while slot is None and self._empty_coldest_slab(nbytes, entry):
                 slot = self.arena.allocate(nbytes)
             if slot is None:
                 self._policy.remove(entry.key)
@@ -151,16 +151,25 @@ class DramTier:
             del self._owners[slot.offset]
             self.arena.free(slot)
 
-    def _empty_coldest_slab(self, slot_bytes: int) -> bool:
-        """Evict everything in the coldest slab of another size; False when none can be emptied."""
+    def _empty_coldest_slab(self, slot_bytes: int, entry: Entry) -> bool:
+        """Evict everything in one slab for an entry; False when none can be emptied.
+
+        The coldest of the other sizes; one of ``slot_bytes`` itself when none of those may go.
+        """
+        stays: set[ChunkKey] = set()
+        above = self.index.get(entry.parent) if entry.parent is not None else None
+        while above is not None:
+            stays.add(above.entry.key)
+            parent = above.entry.parent
+            above = self.index.get(parent) if parent is not None else None
         candidates = [
-            (heat, slab.offset, slab)
+            (slab.slot_bytes == slot_bytes, heat, slab.offset, slab)
             for slab in self.arena.slabs()
-            if slab.slot_bytes != slot_bytes and (heat := self._heat(slab)) is not None
+            if (heat := self._heat(slab, stays)) is not None
         ]
         if not candidates:
             return False
-        slab = min(candidates)[2]
+        slab = min(candidates)[-1]
         for offset in slab.used_offsets():
             owner = self._owners.get(offset)
             if owner is not None:  # A chunk with two slots here left with the first.
@@ -168,12 +177,12 @@ class DramTier:
                 self._evict(owner.entry.key)
         return True
 
-    def _heat(self, slab: Slab) -> float | None:
+    def _heat(self, slab: Slab, stays: set[ChunkKey]) -> float | None:
         """Return the time of the slab's latest access, or None when a chunk of it must stay."""
         offsets = slab.used_offsets()
         if not self._owners.keys() >= set(offsets):
             return None  # A slot of the chunk that room is being made for.
         owners = [self._owners[offset] for offset in offsets]
-        if any(owner.pins or owner.state is not State.READY for owner in owners):
+        if any(o.pins or o.state is not State.READY or o.entry.key in stays for o in owners):
             return None
         return max((self._touched[o.entry.key] for o in owners), default=0.0)
