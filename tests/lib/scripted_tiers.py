@@ -99,6 +99,7 @@ class ScriptedTiers:
     chunk_reads: int = 0
     raised: int = 0
     loads: list[ScriptedLoad] = field(default_factory=list)
+    deadlines: list[float | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._jobs: deque[_Job] = deque()
@@ -145,6 +146,7 @@ class ScriptedTiers:
         self.called("begin_load")
         if not match.hits:
             return None
+        self.deadlines.append(deadline)
         load = ScriptedLoad(self, match, blocks)
         self.loads.append(load)
         return load
@@ -157,7 +159,7 @@ class ScriptedTiers:
     def begin_store(self, sequence: Sequence, chunks: range, blocks: Blocks) -> Plan | None:
         self.called("begin_store")
         size = sequence.chunk_tokens // blocks.block_tokens
-        keys, moved = [], list[int]()
+        keys, moved = list[ChunkKey](), list[int]()
         for chunk in chunks:
             key = sequence.chunk_keys[chunk]
             if key in self.chunks or key in self._storing:

@@ -6,7 +6,7 @@ wrong block, one stale token, one swapped pair changes everything generated afte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -78,6 +78,9 @@ class ToyRunner:
     #: Request prompts that ``add_row`` refuses.
     refused: set[tuple[int, ...]] = field(default_factory=set)
 
+    #: Called as each step begins.
+    on_step: Callable[[], None] = lambda: None
+
     def __post_init__(self) -> None:
         self._planes = [
             self.pool.layer_view(0, layer, part).numpy()[:, :, 0] for layer, part in PLANES
@@ -103,6 +106,7 @@ class ToyRunner:
 
     def step(self, batch: StepBatch) -> StepOutput:
         assert batch.rows, "an empty step"
+        self.on_step()
         assert len({row.row for row in batch.rows}) == len(batch.rows), "a row comes twice"
         self._check_writes(batch)
         self.steps.append(batch)

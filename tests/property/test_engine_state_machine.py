@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from hypothesis import settings
@@ -117,5 +116,5 @@ class EngineMachine(RuleBasedStateMachine):
                 answer.check()
 
 
-TestEngine: Callable[[], None] = EngineMachine.TestCase
-TestEngine.settings = settings(stateful_step_count=40)  # type: ignore[attr-defined]
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = settings(stateful_step_count=40)

@@ -1,4 +1,4 @@
-"""Whole working days of a small engine under pressure, from seeds: every answer is the right one."""
+"""Days of a small engine under pressure, from seeds: every answer is the right one."""
 
 from __future__ import annotations
 
@@ -124,14 +124,14 @@ def test_no_priority_starves_another(rng: random.Random, priority: int) -> None:
     engine = ToyEngine(12, config=config)
     streamed = [engine.submit(prompt_of(1, 9), 4, priority=priority)]
     ours = engine.submit(prompt_of(2, 9), 4, priority=0)
-    for step in range(100):
+    for _ in range(100):
         if ours.done:
             break
         while sum(not answer.done for answer in streamed) < 6:
             streamed.append(engine.submit(prompt_of(rng.randrange(80), 9), 4, priority=priority))
         engine.clock.advance(1.0)
         engine.step()
-    assert ours.done, f"still waiting after {step} seconds"
+    assert ours.done, "still waiting after 100 seconds"
     engine.finish()
     for answer in [ours, *streamed]:
         answer.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -258,7 +259,7 @@ class TestEviction:
         tail: list[int] = []
         for _ in range(EVICT_BATCH_MAX):
             tail += pool.allocate(1, after=tail[-1] if tail else None) or []
-        runs = sum(b != a + 1 for a, b in zip(tail, tail[1:], strict=False)) + 1
+        runs = sum(b != a + 1 for a, b in itertools.pairwise(tail)) + 1
         assert runs <= 4, "one by one, evictions would leave a run for each block"
         assert pool.evicted <= 2 * EVICT_BATCH_MAX
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -99,7 +100,7 @@ class TestB152StopStrings:
         self, text: str, stops: list[str], cuts: set[int], include: bool
     ) -> None:
         edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-        pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+        pieces = [text[a:b] for a, b in itertools.pairwise(edges)]
         matcher = StopMatcher(stops, include_stop=include)
         shown, ended = "", False
         for piece in pieces:
