@@ -210,8 +210,8 @@ def _tiers_boundary(config: CacheConfig | None, pool: KVPool) -> tuple[Tiers | N
         return None, ""
     try:
         cache = Cache(config)
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        raise ConfigError(f"--dram {format_size(config.dram_bytes)}: {error}") from error
     except Exception as error:
         _log.exception("the cache could not be set up; everything will be computed")
         return None, f"{type(error).__name__}: {error}"

@@ -16,7 +16,10 @@ from typing import Any
 import httpx
 import pytest
 
+from kvtier.cache.cache import Cache
+from kvtier.config import CacheConfig
 from kvtier.constants import HEALTH_BACKOFF_S_MIN
+from kvtier_engine.block_pool import BlockPool
 from kvtier_engine.program import banner
 from kvtier_engine.serve import Server
 from kvtier_engine.types import FinishReason
@@ -242,15 +245,23 @@ async def test_b119_a_dead_disk_degrades_and_comes_back(folder: Path, tmp_path: 
         assert "\nkvtier_degraded 0.0\n" in (await client.get("/metrics")).text
 
 
-async def test_b119_a_cache_that_cannot_be_had_degrades(folder: Path) -> None:
-    server = made(folder, "--dram=1048576GiB")
+async def test_b119_a_cache_that_cannot_be_had_degrades(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(config: CacheConfig) -> Cache:
+        raise RuntimeError(f"no {config.codec} today")
+
+    monkeypatch.setattr("kvtier_engine.serve.Cache", broken)
+    server = made(folder)
     async with running(server) as client:
-        await complete(client)
+        assert sum(cached(await complete(client)).values()) == 0
         report = await health(client)
         assert report["status"] == "degraded"
         assert [tier["name"] for tier in report["tiers"]] == ["hbm", "dram"]
-        assert report["tiers"][1]["detail"]
-        assert "cache  none: " in banner(server, 1)
+        assert report["tiers"][1]["detail"] == "RuntimeError: no raw today"
+        assert "cache  none: RuntimeError" in banner(server, 1)
+        assert "\nkvtier_degraded 1.0\n" in (await client.get("/metrics")).text
+    assert "no raw today" in caplog.text
 
 
 async def test_b121_bytes_per_token_are_those_stored(folder: Path, tmp_path: Path) -> None:
@@ -318,3 +329,38 @@ async def test_a_stopped_engine_answers_503(folder: Path) -> None:
         await asyncio.to_thread(server.engine.stop, 0)
         response = await client.post("/v1/completions", json={"prompt": NINE})
         assert error_of(response, 503)["code"] == "engine_stopped"
+
+
+async def test_b27_other_positions_or_dtype_never_share_what_is_declared_equal(
+    folder: Path, tensors: Tensors, tmp_path: Path
+) -> None:
+    other = write_folder(tmp_path / "other", tiny_config(rope_theta=200.0), tensors)
+    kept = [f"--disk={tmp_path}/kv", "--weights-id=declared-equal"]
+    found = []
+    for model, dtype in ((folder, "float32"), (other, "float32"), (folder, "float16")):
+        async with running(made(model, *kept, f"--dtype={dtype}")) as client:
+            found.append(sum(cached(await complete(client)).values()))
+    async with running(made(folder, *kept)) as client:
+        again = cached(await complete(client))
+    assert found == [0, 0, 0]
+    assert again == {"hbm": 0, "dram": 0, "disk": 8}
+
+
+async def test_a_dead_engine_is_told_by_health_and_metrics(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(self: BlockPool) -> None:
+        raise RuntimeError("the books are wrong")
+
+    monkeypatch.setattr(BlockPool, "check_integrity", broken)
+    async with running(made(folder)) as client:
+        await client.post("/v1/completions", json={"prompt": NINE, "max_tokens": 1})
+        async with asyncio.timeout(10):
+            while (await client.get("/health")).status_code == 200:
+                await client.get("/version")
+        assert (await health(client))["status"] == "failed"
+        assert "\nkvtier_engine_up 0.0\n" in (await client.get("/metrics")).text
+        response = await client.post("/v1/completions", json={"prompt": NINE})
+        assert error_of(response, 503)["code"] == "engine_stopped"
+        assert "books" not in response.text
+    assert "books" in caplog.text

@@ -35,6 +35,7 @@ def test_the_queue_is_as_long_as_its_limit(folder: Path) -> None:
         (["--kv-bytes=1KiB"], ["--kv-bytes 1 KiB", "one block"]),
         (["--kv-bytes=1048576GiB"], ["--kv-bytes 1024 TiB", "no such memory"]),
         (["--kv-bytes=8KiB", "--chunk-tokens=64"], ["--kv-bytes", "64", "or more"]),
+        (["--dram=1048576GiB"], ["--dram 1024 TiB"]),
         (["--max-model-len=513"], ["--max-model-len 513", "512"]),
         (["--max-model-len=512", "--kv-bytes=64KiB"], ["--max-model-len 512", "--kv-bytes 64 KiB"]),
         (["--device=cuda"], ["--device cuda", "CUDA"]),
