@@ -35,7 +35,7 @@ from kvtier_engine.options import DeviceChoice, DtypeChoice
 from kvtier_engine.prometheus import EngineCollector, Snapshot
 from kvtier_engine.refusal import EngineLimits
 from kvtier_engine.runner import ModelRunner
-from kvtier_engine.scheduler import SchedulerConfig
+from kvtier_engine.scheduling import SchedulerConfig
 from kvtier_engine.settings import EngineConfig, Settings
 from kvtier_engine.status import Facts, health_of, is_degraded
 from kvtier_engine.tokenizer import Tokenizer
