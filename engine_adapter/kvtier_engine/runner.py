@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 
 from kvtier.errors import ConfigError
@@ -69,20 +71,36 @@ class ModelRunner:
         if not rows:
             return StepOutput((), ())
         self._check(rows)
-        plan = plan_attention(rows, self._pool)
-        device = self._model.device
-        tokens = torch.tensor([token for row in rows for token in row.token_ids], device=device)
-        positions = torch.tensor(
-            [
-                position
-                for row in rows
-                for position in range(row.start, row.start + len(row.token_ids))
-            ],
-            device=device,
-        )
-        hidden = self._model.forward(tokens, positions, plan, self._pool)
-        ends = [part.token_start + part.count for part in plan.rows]
+        counts = [self._used_tokens(row) for row in rows]
+        hidden = self._compute(rows, counts)
+        ends = list(accumulate(counts))
         return StepOutput(self._sample(rows, hidden, ends), self._score_prompts(rows, hidden, ends))
+
+    def _used_tokens(self, row: RowStep) -> int:
+        """Return of how many tokens, the row's last ones, the model's output is looked at."""
+        return len(row.token_ids) if row.row in self._prompt_logprobs else int(row.sample)
+
+    def _compute(self, rows: tuple[RowStep, ...], counts: list[int]) -> torch.Tensor:
+        """Return hidden states of each row's last ``counts[i]`` tokens, row after row."""
+        plan = plan_attention(rows, self._pool)
+        tokens = [token for row in rows for token in row.token_ids]
+        positions = [row.start + offset for row in rows for offset in range(len(row.token_ids))]
+        ends = accumulate(len(row.token_ids) for row in rows)
+        used = [
+            place
+            for end, count in zip(ends, counts, strict=True)
+            for place in range(end - count, end)
+        ]
+        return self._model.forward(
+            self._indices(tokens),
+            self._indices(positions),
+            plan,
+            self._pool,
+            None if len(used) == len(tokens) else self._indices(used),
+        )
+
+    def _indices(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._model.device)
 
     def _sample(
         self, rows: tuple[RowStep, ...], hidden: torch.Tensor, ends: list[int]
@@ -113,9 +131,8 @@ class ModelRunner:
         for first in range(0, len(targets), PROMPT_LOGITS_TOKENS):
             part = targets[first : first + PROMPT_LOGITS_TOKENS]
             logits = self._model.logits(hidden[first : first + len(part)])
-            tokens = torch.tensor(part, device=logits.device)
             counts = [self._prompt_logprobs[row.row]] * len(part)
-            scores += token_logprobs(logits, tokens, counts)
+            scores += token_logprobs(logits, self._indices(list(part)), counts)
         return tuple(scores)
 
     def _check(self, rows: tuple[RowStep, ...]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.e2e import engine_cpu
 from kvtier_engine.kv_pool import KVPool
 from kvtier_engine.runner import ModelRunner
 from kvtier_engine.types import RowStep, SamplingParams, StepBatch, TokenLogprob
@@ -200,6 +201,26 @@ def test_b17_logprobs_equal_transformers_after_any_history(history: int) -> None
     (sampled,) = output.sampled
     assert sampled is not None
     assert sampled.token_id == expected[-1].argmax().item()
+
+
+def test_the_benchmark_runs_and_finds_equal_tokens() -> None:
+    figures = engine_cpu.run(loaded(), reference(), engine_cpu.SMOKE)
+    assert set(figures) == {"prefill", "decode_1", "decode_3"}
+    for figure in figures.values():
+        assert all(value > 0 for value in figure["ratio"].values())
+
+
+def test_the_benchmark_times_nothing_when_tokens_differ() -> None:
+    class Wrong(engine_cpu.Ours):
+        def decode(self, tokens: list[list[int]], count: int) -> None:
+            super().decode(tokens, count)
+            tokens[-1][-1] += 1
+
+    sizes = engine_cpu.SMOKE
+    ours = Wrong(loaded(), sizes)
+    prompts = engine_cpu.prompts_of(loaded(), sizes.context_tokens, sizes.concurrent)
+    with pytest.raises(SystemExit, match="nothing was timed"):
+        engine_cpu.gate(ours, engine_cpu.Transformers(reference()), prompts, sizes.new_tokens)
 
 
 def test_tokenizer_equals_transformers() -> None:

@@ -52,12 +52,19 @@ class LlamaModel:
         return self._embedding.device
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan, pool: KVPool
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        plan: AttentionPlan,
+        pool: KVPool,
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run a step's tokens, all rows flat, and return their last hidden states.
+        """Run a step's tokens, all rows flat, and return the last hidden states of some.
 
-        ``token_ids`` and ``positions`` are int64 ``[tokens]``; the result is ``[tokens, hidden]``,
-        normalised, ready for ``logits``. The tokens' KV is written into ``pool``.
+        ``token_ids`` and ``positions`` are int64 ``[tokens]``. ``wanted`` lists the tokens (by
+        their place in the step) whose result is used, None for all; the others stop at the last
+        layer's attention. The result is ``[wanted, hidden]``, normalised, ready for ``logits``.
+        The KV of all tokens is written into ``pool``.
         """
         config = self._config
         kv_start = config.head_count
@@ -71,6 +78,8 @@ class LlamaModel:
             kv = pool.layer(index)
             write_kv(kv, heads[:, kv_start:], plan)
             mixed = attend(kv, heads[:, :kv_start], plan, scale)
+            if wanted is not None and layer is self._layers[-1]:
+                mixed, hidden = mixed[wanted], hidden[wanted]
             hidden = layer.attention_output.added_to(hidden, mixed.flatten(1))
             gate, up = layer.gate_up(self._normalise(hidden, layer.mlp_norm)).chunk(2, dim=1)
             hidden = layer.down.added_to(hidden, functional.silu(gate).mul_(up))
