@@ -14,18 +14,24 @@ file may still be torn: its checksums tell.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvtier.config import Durability
-from kvtier.constants import ALIGN_BYTES, HEADER_BYTES_MAX, READ_STEP_BYTES
+from kvtier.constants import (
+    ALIGN_BYTES,
+    HEADER_BYTES_MAX,
+    QUARANTINE_FILES_MAX,
+    READ_STEP_BYTES,
+)
 from kvtier.errors import FormatError, IdentityError, ShardError, TierUnavailableError
 from kvtier.keys import shard_key
 from kvtier.shard_format import (
@@ -93,6 +99,9 @@ class ShardFiles:
         self._generations = itertools.count(time.time_ns())
         self._unsynced: list[str] = []
         self._unsynced_lock = threading.Lock()
+        # Directories whose own names are safe, and what failed writes could not clean up.
+        self._safe_directories: set[str] = set()
+        self._leftovers: list[str] = []
 
     def open(self) -> Found:
         """Take the directory, drop what was being written, read every header.
@@ -104,22 +113,14 @@ class ShardFiles:
         self._take_lock()
         for leftover in self._files.list(self._path("incoming")):
             self._files.remove(leftover.path)
-        sound: dict[bytes, FoundShard] = {}
-        corrupt = 0
-        buffer = memoryview(mmap.mmap(-1, HEADER_BYTES_MAX))
-        for info in sorted(self._files.list(self._path("shards")), key=lambda f: f.path):
-            try:
-                found = self._inspect(info, buffer)
-            except (ShardError, OSError):
-                corrupt += 1
-                self.quarantine(info.path)
-                continue
-            key = shard_key(found.header.chunk, found.header.shard)
-            if key in sound:  # Sorted by name, so this one is the later generation.
-                self._files.remove(sound[key].path)
-            sound[key] = found
+        sound, corrupt = self._inspect_all()
+        for path in corrupt:
+            self.quarantine(path)
+        if self._durability is not Durability.NONE:
+            self._safe_directories.clear()
+            self._files.sync_directory(self.root)
         quarantined = sorted(self._files.list(self._path("quarantine")), key=lambda f: f.modified_s)
-        return Found(tuple(sound.values()), tuple(quarantined), corrupt)
+        return Found(tuple(sound), tuple(quarantined), len(corrupt))
 
     def attached(self) -> bool:
         """Tell whether the directory is still the one that was opened."""
@@ -140,10 +141,11 @@ class ShardFiles:
     def write(self, path: str, slot: memoryview, description: ShardDescription) -> None:
         """Seal a slot and write it whole under ``path``. The caller has the slot pinned.
 
-        Raises ``OSError``; then nothing lies under ``path``.
+        Raises ``OSError``; then nothing lies under ``path``, or it goes before the next write.
         """
         if not self.attached():
             raise FileNotFoundError(f"{self.root} is not the directory that was opened")
+        self._clear_leftovers()
         seal(slot, description)
         incoming = self._path("incoming", os.path.basename(path))
         try:
@@ -151,12 +153,14 @@ class ShardFiles:
             if self._durability is Durability.EACH:
                 self._files.sync_file(incoming)
             self._files.replace(incoming, path)
+            if self._durability is Durability.EACH:
+                self._sync_names([path])
         except OSError:
-            self._files.remove(incoming)
+            self._leftovers += [incoming, path]
+            with contextlib.suppress(OSError):
+                self._clear_leftovers()
             raise
-        if self._durability is Durability.EACH:
-            self._files.sync_directory(os.path.dirname(path))
-        elif self._durability is Durability.BATCH:
+        if self._durability is Durability.BATCH:
             with self._unsynced_lock:
                 self._unsynced.append(path)
 
@@ -165,10 +169,14 @@ class ShardFiles:
         with self._unsynced_lock:
             group, self._unsynced = self._unsynced, []
         written = [path for path in group if os.path.exists(path)]
-        for path in written:
-            self._files.sync_file(path)
-        for directory in sorted({os.path.dirname(path) for path in written}):
-            self._files.sync_directory(directory)
+        try:
+            for path in written:
+                self._files.sync_file(path)
+            self._sync_names(written)
+        except OSError:
+            with self._unsynced_lock:
+                self._unsynced = written + self._unsynced
+            raise
 
     def read(
         self, path: str, slot: memoryview, expected: Expected, progress: Callable[[int], None]
@@ -224,10 +232,49 @@ class ShardFiles:
         except OSError as error:
             holder = os.read(descriptor, 32).decode("ascii", "replace") or "unknown"
             os.close(descriptor)
+            if not isinstance(error, BlockingIOError):
+                raise
             raise TierUnavailableError(f"{self.root} is in use by process {holder}") from error
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        # The number is for others to read; a disk without room for it can still be read from.
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         self._lock_descriptor = descriptor
+
+    def _clear_leftovers(self) -> None:
+        while self._leftovers:
+            self._files.remove(self._leftovers[-1])
+            self._leftovers.pop()
+
+    def _sync_names(self, paths: Iterable[str]) -> None:
+        """Make files' names safe, and those of the directories that were made for them."""
+        directories = sorted({os.path.dirname(path) for path in paths})
+        for directory in directories:
+            self._files.sync_directory(directory)
+        if not self._safe_directories.issuperset(directories):
+            self._files.sync_directory(self._path("shards"))
+            self._safe_directories.update(directories)
+
+    def _inspect_all(self) -> tuple[list[FoundShard], list[str]]:
+        """Return what is sound and the paths of what is not; remove what has a later twin."""
+        sound: dict[bytes, FoundShard] = {}
+        corrupt: list[str] = []
+        unreadable = 0
+        buffer = memoryview(mmap.mmap(-1, HEADER_BYTES_MAX))
+        for info in sorted(self._files.list(self._path("shards")), key=lambda f: f.path):
+            try:
+                found = self._inspect(info, buffer)
+            except (ShardError, OSError) as error:
+                corrupt.append(info.path)
+                unreadable += isinstance(error, OSError)
+                if unreadable > QUARANTINE_FILES_MAX:
+                    raise  # The disk is ill, not so many files: they wait until it is well.
+                continue
+            key = shard_key(found.header.chunk, found.header.shard)
+            if key in sound:  # Sorted by name, so this one is the later generation.
+                self._files.remove(sound[key].path)
+            sound[key] = found
+        return list(sound.values()), corrupt
 
     def _inspect(self, info: FileInfo, buffer: memoryview) -> FoundShard:
         """Read a file's header and hold it against the file's name and length."""

@@ -1,0 +1,288 @@
+"""A disk tier driven step by step in one thread: what the cache does with it, without the cache.
+
+Chunks are named; every byte of a chunk follows from its name, so that a stale, swapped or half
+read chunk is recognised.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from kvtier.config import DiskConfig, Durability
+from kvtier.errors import KVTierError, ShardError
+from kvtier.policies.lru import LRU
+from kvtier.shard_format import ShardDescription, ShardGeometry, shard_geometry
+from kvtier.testing.clock import FakeClock
+from kvtier.testing.policy_machine import chunk_key
+from kvtier.tiers.disk.files import LocalFiles
+from kvtier.tiers.disk.shard_files import Expected, FileSystem, ShardFiles
+from kvtier.tiers.disk.tier import Chores, DiskRecord, DiskTier, PolicyFactory
+from kvtier.types import ChunkKey, Entry, Features, ShardId, ShardLayout
+
+NAMESPACE = b"n" * 32
+CODEC = "raw"
+SECTION_BYTES = 512
+FEATURES = Features()
+
+
+def shard_layout(shard: ShardId) -> ShardLayout:
+    """Two layers, or one more for each further group; a section is one layer of 512 bytes."""
+    return ShardLayout(
+        layers=2 + shard.group,
+        kv_heads=1,
+        k_dim=4,
+        v_dim=4,
+        dtype="float32",
+        tokens=16,
+        section_layers=1,
+    )
+
+
+def geometry_of(shard: ShardId) -> ShardGeometry:
+    return shard_geometry([SECTION_BYTES] * shard_layout(shard).sections)
+
+
+def aligned(nbytes: int) -> memoryview:
+    """Return zeroed memory that direct I/O accepts."""
+    return memoryview(mmap.mmap(-1, nbytes))
+
+
+def section_of(chunk: ChunkKey, shard: ShardId, section: int) -> bytes:
+    text = chunk + bytes(shard) + bytes([section])
+    return hashlib.shake_128(text).digest(SECTION_BYTES)
+
+
+def fill_slot(slot: memoryview, chunk: ChunkKey, shard: ShardId) -> None:
+    """Pack what a codec would have packed."""
+    for section, offset in enumerate(geometry_of(shard).section_offsets):
+        slot[offset : offset + SECTION_BYTES] = section_of(chunk, shard, section)
+
+
+def describe(entry: Entry, shard: ShardId) -> ShardDescription:
+    return ShardDescription(
+        chunk=entry.key,
+        shard=shard,
+        parent=entry.parent,
+        position=entry.position,
+        namespace=NAMESPACE,
+        codec=CODEC,
+        codec_params={},
+        layout=shard_layout(shard),
+        token_count=16,
+        has_sinks=False,
+        section_bytes=geometry_of(shard).section_bytes,
+    )
+
+
+def expect(chunk: ChunkKey, shard: ShardId) -> Expected:
+    return Expected(
+        chunk=chunk,
+        shard=shard,
+        namespace=NAMESPACE,
+        codec=CODEC,
+        layout=shard_layout(shard),
+        geometry=geometry_of(shard),
+    )
+
+
+def files_below(root: str | Path, *folders: str) -> list[Path]:
+    """Return the tier's files: all, or those in the named folders."""
+    where = folders or ("incoming", "shards", "quarantine")
+    return sorted(p for name in where for p in Path(root, name).rglob("*") if p.is_file())
+
+
+def bytes_on_disk(root: str | Path) -> int:
+    """Return what the tier's files take, whatever the books say."""
+    total = 0
+    for folder in ("incoming", "shards", "quarantine"):
+        for directory, _, names in os.walk(Path(root, folder)):
+            total += sum(Path(directory, name).stat().st_size for name in names)
+    return total
+
+
+class BoundedFiles(LocalFiles):
+    """The local file system, measured after every file that is made."""
+
+    def __init__(self, root: str | Path, capacity_bytes: int) -> None:
+        self.bytes_max = 0
+        self._root = root
+        self._capacity_bytes = capacity_bytes
+
+    def create(self, path: str, data: memoryview) -> None:
+        super().create(path, data)
+        self.bytes_max = max(self.bytes_max, bytes_on_disk(self._root))
+        assert self.bytes_max <= self._capacity_bytes, "more on disk than the bound"
+
+
+class DiskLab:
+    """One directory and the tier over it. ``restart`` forgets everything but the directory."""
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        chunks: int,
+        files: FileSystem | None = None,
+        shards: int = 1,
+        durability: Durability = Durability.NONE,
+        policy: PolicyFactory = LRU,
+    ) -> None:
+        self.root = str(root)
+        self.shards = tuple(ShardId(group, 0, 0) for group in range(shards))
+        self.sizes = {shard: geometry_of(shard).shard_bytes for shard in self.shards}
+        self.chunk_bytes = sum(self.sizes.values())
+        self.capacity_bytes = chunks * self.chunk_bytes
+        self.files = files or BoundedFiles(root, self.capacity_bytes)
+        self.clock = FakeClock()
+        self.corrupt = 0
+        self.evicted: list[ChunkKey] = []
+        self._durability = durability
+        self._policy = policy
+        self._depths: dict[object, int] = {}
+        self._build()
+
+    def _build(self) -> None:
+        self.shard_files = ShardFiles(self.root, self._durability, self.files)
+        config = DiskConfig(self.root, self.capacity_bytes, self._durability)
+        self.tier = DiskTier(
+            config,
+            self.shard_files,
+            self._policy,
+            self.clock,
+            lambda record: self.evicted.append(record.entry.key),
+        )
+
+    def open(self) -> bool:
+        """Open as the cache does."""
+        try:
+            found = self.shard_files.open()
+        except (OSError, KVTierError) as error:
+            self.tier.open_failed(error)
+            return False
+        self.corrupt += found.corrupt_count
+        self.tier.adopt(found)
+        return True
+
+    def restart(self, *, capacity_chunks: int | None = None) -> bool:
+        """Come back as another process would, after an end without any goodbye."""
+        self.shard_files.close()
+        if capacity_chunks is not None:
+            self.capacity_bytes = capacity_chunks * self.chunk_bytes
+        self._build()
+        return self.open()
+
+    def close(self) -> None:
+        self.shard_files.close()
+
+    def entry(self, name: object, parent: object | None = None) -> Entry:
+        depth = self._depths.get(parent, 0) + 1 if parent is not None else 0
+        self._depths[name] = depth
+        above = None if parent is None else chunk_key(parent)
+        return Entry(chunk_key(name), above, self.chunk_bytes, depth)
+
+    def write(self, name: object, parent: object | None = None) -> bool:
+        """Write a chunk. False: refused or failed, and the tier knows why."""
+        entry = self.entry(name, parent)
+        target = self.tier.reserve(entry, NAMESPACE, CODEC, self.sizes)
+        if target is None:
+            return False
+        chores = self.tier.take_chores()
+        try:
+            self.do(chores)
+            self.write_files(target)
+        except (OSError, KVTierError) as error:
+            self.tier.abort(target)
+            self.tier.return_chores(chores)
+            self.tier.write_failed(error)
+            return False
+        self.tier.commit(target)
+        return True
+
+    def write_files(self, target: DiskRecord) -> None:
+        """Write the shards of a reserved chunk."""
+        for shard, place in target.places.items():
+            slot = aligned(place.nbytes)
+            fill_slot(slot, target.entry.key, shard)
+            self.shard_files.write(place.path, slot, describe(target.entry, shard))
+
+    def do(self, chores: Chores) -> None:
+        for place in chores.quarantine:
+            self.shard_files.quarantine(place.path)
+        for place in chores.remove:
+            self.shard_files.remove(place.path)
+
+    def do_chores(self) -> bool:
+        """Do what is due between writes."""
+        chores = self.tier.take_chores()
+        try:
+            self.do(chores)
+        except OSError as error:
+            self.tier.return_chores(chores)
+            self.tier.write_failed(error)
+            return False
+        return True
+
+    def read(self, name: object, before: Callable[[], None] = lambda: None) -> bool:
+        """Read a chunk and require that all of its bytes are right. False: a miss.
+
+        ``before`` is called while the chunk is pinned and not read yet.
+        """
+        source = self.tier.index.ready(chunk_key(name))
+        if source is None:
+            return False
+        lease = self.tier.index.lease([source])
+        before()
+        try:
+            return self._read_shards(source)
+        finally:
+            lease.release()
+
+    def _read_shards(self, source: DiskRecord) -> bool:
+        for shard, place in source.places.items():
+            slot = aligned(place.nbytes)
+            try:
+                self.shard_files.read(
+                    place.path, slot, expect(source.entry.key, shard), lambda _: None
+                )
+            except ShardError:
+                self.corrupt += 1
+                self.tier.read_succeeded()
+                self.tier.condemn(source, shard)
+                return False
+            except OSError as error:
+                if isinstance(error, FileNotFoundError):
+                    self.tier.forget(source)
+                if not isinstance(error, FileNotFoundError) or not self.shard_files.attached():
+                    self.tier.read_failed(error)
+                return False
+            for section, offset in enumerate(geometry_of(shard).section_offsets):
+                found = bytes(slot[offset : offset + SECTION_BYTES])
+                assert found == section_of(source.entry.key, shard, section), "wrong bytes served"
+        self.tier.read_succeeded()
+        return True
+
+    def touch(self, *names: object) -> None:
+        self.tier.touch([chunk_key(name) for name in names], FEATURES)
+
+    def holds(self, *names: object) -> list[bool]:
+        return [self.tier.index.ready(chunk_key(name)) is not None for name in names]
+
+    def path_of(self, name: object, group: int = 0) -> Path:
+        record = self.tier.index.ready(chunk_key(name))
+        assert record is not None, f"{name} is not on disk"
+        return Path(record.places[ShardId(group, 0, 0)].path)
+
+    def check(self) -> None:
+        """Require that books and directory agree, once nothing is left to be done."""
+        assert self.do_chores(), "the chores could not be done"
+        self.tier.check_integrity()
+        assert self.tier.used_bytes == bytes_on_disk(self.root), "the books and the disk differ"
+        assert self.tier.used_bytes <= self.capacity_bytes
+        known = {Path(p.path) for record in self.tier.index for p in record.places.values()}
+        assert set(files_below(self.root, "shards")) == known, "an orphan, or a record of nothing"
+        assert not files_below(self.root, "incoming")
+        assert self.tier.quarantined_count == len(files_below(self.root, "quarantine"))

@@ -1,0 +1,458 @@
+"""Shards as files: whole or not at all, verified, found again, out of the way when bad."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.config import Durability
+from kvtier.errors import FormatError, IdentityError, ShardError, TierUnavailableError
+from kvtier.keys import shard_key
+from kvtier.testing.fault_files import (
+    FaultyFiles,
+    FileFailure,
+    FileOperation,
+    ShortRead,
+    TornWrite,
+)
+from kvtier.testing.policy_machine import chunk_key
+from kvtier.tiers.disk.files import LocalFiles
+from kvtier.tiers.disk.shard_files import ShardFiles
+from kvtier.types import Entry, ShardId
+from tests.lib.disk_lab import (
+    SECTION_BYTES,
+    aligned,
+    describe,
+    expect,
+    files_below,
+    fill_slot,
+    geometry_of,
+    section_of,
+)
+
+SHARD = ShardId(0, 0, 0)
+NBYTES = geometry_of(SHARD).shard_bytes
+
+
+@pytest.fixture
+def files() -> FaultyFiles:
+    return FaultyFiles()
+
+
+@pytest.fixture
+def shards(tmp_path: Path, files: FaultyFiles) -> Iterator[ShardFiles]:
+    made = ShardFiles(str(tmp_path), Durability.NONE, files)
+    made.open()
+    yield made
+    made.close()
+
+
+def put(shards: ShardFiles, name: object, parent: object | None = None) -> Path:
+    above = None if parent is None else chunk_key(parent)
+    entry = Entry(chunk_key(name), above, NBYTES, 0 if parent is None else 1)
+    path = shards.new_path(entry.key, SHARD)
+    slot = aligned(NBYTES)
+    fill_slot(slot, entry.key, SHARD)
+    shards.write(path, slot, describe(entry, SHARD))
+    return Path(path)
+
+
+def get(shards: ShardFiles, path: Path, name: object) -> list[bytes]:
+    """Read a chunk's shard; return its sections."""
+    slot = aligned(NBYTES)
+    seen: list[int] = []
+    shards.read(str(path), slot, expect(chunk_key(name), SHARD), seen.append)
+    assert seen[-1] == len(geometry_of(SHARD).section_offsets)
+    return [bytes(slot[o : o + SECTION_BYTES]) for o in geometry_of(SHARD).section_offsets]
+
+
+def right(name: object) -> list[bytes]:
+    count = len(geometry_of(SHARD).section_offsets)
+    return [section_of(chunk_key(name), SHARD, section) for section in range(count)]
+
+
+def test_what_is_written_is_read_and_found_again(shards: ShardFiles, tmp_path: Path) -> None:
+    path = put(shards, "a", "parent")
+    name = shard_key(chunk_key("a"), SHARD).hex()
+    assert path.parent == tmp_path / "shards" / name[:2]
+    assert path.name.startswith(name + "-")
+    assert path.stat().st_size == NBYTES
+    assert path.stat().st_mode & 0o077 == 0
+    assert get(shards, path, "a") == right("a")
+    (found,) = shards.open().shards
+    assert (found.path, found.nbytes) == (str(path), NBYTES)
+    assert (found.header.chunk, found.header.parent) == (chunk_key("a"), chunk_key("parent"))
+    assert found.modified_s == pytest.approx(path.stat().st_mtime)
+
+
+def test_no_name_is_used_twice(shards: ShardFiles) -> None:
+    paths = [shards.new_path(chunk_key("a"), SHARD) for _ in range(100)]
+    assert len(set(paths)) == 100
+    assert paths == sorted(paths)
+
+
+def test_of_two_generations_the_later_counts_and_the_earlier_goes(shards: ShardFiles) -> None:
+    earlier, later = put(shards, "a"), put(shards, "a")
+    found = shards.open()
+    assert [shard.path for shard in found.shards] == [str(later)]
+    assert not earlier.exists()
+    assert found.corrupt_count == 0
+
+
+def test_what_was_being_written_is_gone_after_an_open(shards: ShardFiles, tmp_path: Path) -> None:
+    (tmp_path / "incoming" / "half").write_bytes(b"x" * 5000)
+    assert shards.open().shards == ()
+    assert files_below(tmp_path) == []
+
+
+FAILURES = [
+    FileFailure(operations=(FileOperation.CREATE,), errno=errno.ENOSPC),
+    FileFailure(operations=(FileOperation.REPLACE,), errno=errno.EIO),
+    TornWrite(nbytes=512, errno=errno.ENOSPC),
+]
+
+
+@pytest.mark.parametrize("fault", FAILURES, ids=["create", "replace", "torn"])
+def test_a_failed_write_leaves_nothing_behind(
+    shards: ShardFiles, files: FaultyFiles, tmp_path: Path, fault: FileFailure | TornWrite
+) -> None:
+    files.inject(fault)
+    with pytest.raises(OSError, match=r".") as caught:
+        put(shards, "a")
+    assert caught.value.errno == fault.errno
+    assert files_below(tmp_path) == []
+    assert get(shards, put(shards, "a"), "a") == right("a")
+
+
+def test_what_could_not_be_cleaned_up_goes_before_the_next_write(
+    shards: ShardFiles, files: FaultyFiles, tmp_path: Path
+) -> None:
+    cannot_remove = FileFailure(operations=(FileOperation.REMOVE,), last=2)
+    files.inject(TornWrite(nbytes=8192, errno=errno.EIO), cannot_remove)
+    with pytest.raises(OSError, match="Input/output"):
+        put(shards, "a")
+    assert len(files_below(tmp_path)) == 1
+    with pytest.raises(OSError, match="Input/output"):
+        put(shards, "b")
+    assert len(files_below(tmp_path)) == 1
+    path = put(shards, "c")
+    assert files_below(tmp_path) == [path]
+
+
+def test_b85_short_writes_are_continued_or_the_file_is_not_there(
+    shards: ShardFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pwritev = os.pwritev
+    for step, whole in ((4096, True), (512, False), (0, False)):
+        monkeypatch.setattr(
+            os,
+            "pwritev",
+            lambda fd, buffers, at, step=step: pwritev(fd, [buffers[0][:step]], at) if step else 0,
+        )
+        if whole:
+            assert get(shards, put(shards, "a"), "a") == right("a")
+            continue
+        before = files_below(tmp_path)
+        with pytest.raises(OSError, match=r"."):
+            put(shards, "b")
+        assert files_below(tmp_path) == before
+
+
+@pytest.mark.parametrize("nbytes", [0, 512, 4096, NBYTES - 4096])
+def test_short_reads_are_no_data(shards: ShardFiles, files: FaultyFiles, nbytes: int) -> None:
+    path = put(shards, "a")
+    files.inject(ShortRead(nbytes=nbytes))
+    with pytest.raises(ShardError):
+        get(shards, path, "a")
+    assert get(shards, path, "a") == right("a")
+
+
+def damages() -> dict[str, Callable[[bytearray], None]]:
+    offsets = geometry_of(SHARD).section_offsets
+    return {
+        "payload bit": lambda data: data.__setitem__(offsets[1] + 9, data[offsets[1] + 9] ^ 4),
+        "header bit": lambda data: data.__setitem__(100, data[100] ^ 1),
+        "magic": lambda data: data.__setitem__(slice(0, 4), b"KVTX"),
+        "version": lambda data: data.__setitem__(4, 9),
+        "truncated": lambda data: data.__delitem__(slice(NBYTES - 4096, None)),
+        "cut in the header": lambda data: data.__delitem__(slice(100, None)),
+        "empty": lambda data: data.clear(),
+        "zeros": lambda data: data.__setitem__(slice(None), bytes(len(data))),
+        "a pickle": lambda data: data.__setitem__(slice(0, 6), b"\x80\x04\x95abc"),
+    }
+
+
+@pytest.mark.parametrize("damage", damages())
+def test_b78_b98_damaged_files_are_never_data(shards: ShardFiles, damage: str) -> None:
+    path = put(shards, "a")
+    data = bytearray(path.read_bytes())
+    damages()[damage](data)
+    path.write_bytes(data)
+    with pytest.raises(ShardError):
+        get(shards, path, "a")
+
+
+@pytest.mark.parametrize("damage", [name for name in damages() if name != "payload bit"])
+def test_an_open_puts_damaged_files_away(shards: ShardFiles, damage: str) -> None:
+    path, sound = put(shards, "a"), put(shards, "b")
+    data = bytearray(path.read_bytes())
+    damages()[damage](data)
+    path.write_bytes(data)
+    found = shards.open()
+    assert found.corrupt_count == 1
+    assert [shard.path for shard in found.shards] == [str(sound)]
+    assert [info.path for info in found.quarantined] == [shards.quarantine_path(str(path))]
+    assert Path(shards.quarantine_path(str(path))).read_bytes() == bytes(data)
+
+
+def test_b32_a_file_under_another_name_is_not_that_chunk(shards: ShardFiles) -> None:
+    first, second = put(shards, "a"), put(shards, "b")
+    one, other = first.read_bytes(), second.read_bytes()
+    first.write_bytes(other)
+    second.write_bytes(one)
+    for path, name in ((first, "a"), (second, "b")):
+        with pytest.raises(IdentityError):
+            get(shards, path, name)
+    assert shards.open().corrupt_count == 2
+
+
+def test_a_file_of_another_namespace_is_not_that_chunk(shards: ShardFiles) -> None:
+    path = put(shards, "a")
+    expected = expect(chunk_key("a"), SHARD)
+    other = type(expected)(
+        expected.chunk, SHARD, b"m" * 32, expected.codec, expected.layout, expected.geometry
+    )
+    with pytest.raises(IdentityError, match="namespace"):
+        shards.read(str(path), aligned(NBYTES), other, lambda _: None)
+
+
+def test_a_file_that_cannot_be_read_at_open_is_put_away_alone(
+    shards: ShardFiles, files: FaultyFiles
+) -> None:
+    bad, good = put(shards, "a"), put(shards, "b")
+    files.inject(FileFailure(operations=(FileOperation.READ,), path=bad.name, last=0))
+    found = shards.open()
+    assert [shard.path for shard in found.shards] == [str(good)]
+    assert found.corrupt_count == 1
+
+
+def test_a_disk_that_reads_nothing_at_open_loses_nothing(
+    shards: ShardFiles, files: FaultyFiles, tmp_path: Path
+) -> None:
+    paths = {put(shards, name) for name in range(40)}
+    files.inject(FileFailure(operations=(FileOperation.READ,), nth=3, last=0))
+    with pytest.raises(OSError, match="Input/output"):
+        shards.open()
+    assert set(files_below(tmp_path)) == paths
+    files.inject()
+    assert {Path(shard.path) for shard in shards.open().shards} == paths
+
+
+def test_strange_files_do_not_stop_an_open(shards: ShardFiles, tmp_path: Path) -> None:
+    good = put(shards, "a")
+    (good.parent / "notes.txt").write_text("hello")
+    (tmp_path / "shards" / "link").symlink_to(good)
+    (tmp_path / "shards" / "deep" / "er").mkdir(parents=True)
+    found = shards.open()
+    assert [shard.path for shard in found.shards] == [str(good)]
+    assert found.corrupt_count == 1
+    assert good.exists()
+
+
+def test_quarantine_of_what_is_gone_does_nothing(shards: ShardFiles, tmp_path: Path) -> None:
+    path = put(shards, "a")
+    path.unlink()
+    shards.quarantine(str(path))
+    shards.remove(str(path))
+    assert files_below(tmp_path) == []
+
+
+HOLDER = """
+import sys
+from kvtier.config import Durability
+from kvtier.tiers.disk.files import LocalFiles
+from kvtier.tiers.disk.shard_files import ShardFiles
+files = ShardFiles(sys.argv[1], Durability.NONE, LocalFiles())
+files.open()
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_process_is_refused_and_told_who_has_the_directory(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "open\n"
+        shards = ShardFiles(str(tmp_path), Durability.NONE, LocalFiles())
+        for _ in range(2):
+            with pytest.raises(TierUnavailableError, match=f"process {holder.pid}$"):
+                shards.open()
+        assert not shards.attached()
+        holder.kill()
+        holder.wait()
+        shards.open()
+        assert (tmp_path / "lock").read_text() == str(os.getpid())
+        shards.close()
+
+
+def test_one_process_does_not_have_it_twice(shards: ShardFiles, tmp_path: Path) -> None:
+    second = ShardFiles(str(tmp_path), Durability.NONE, LocalFiles())
+    with pytest.raises(TierUnavailableError, match=str(os.getpid())):
+        second.open()
+    shards.close()
+    second.open()
+    second.close()
+
+
+def test_a_full_disk_is_opened_and_a_failed_lock_is_let_go(
+    shards: ShardFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = put(shards, "a")
+    shards.close()
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", fail)
+        with pytest.raises(OSError, match="No space"):
+            shards.open()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", fail)
+        assert [shard.path for shard in shards.open().shards] == [str(path)]
+    assert get(shards, path, "a") == right("a")
+
+
+def test_a_directory_that_was_replaced_is_not_written_to(
+    shards: ShardFiles, tmp_path: Path, files: FaultyFiles
+) -> None:
+    path = put(shards, "a")
+    moved = tmp_path.parent / "moved"
+    tmp_path.rename(moved)
+    assert not shards.attached()
+    with pytest.raises(FileNotFoundError):
+        put(shards, "b")
+    tmp_path.mkdir()
+    with pytest.raises(FileNotFoundError):
+        put(shards, "b")
+    assert files_below(tmp_path) == []
+    assert shards.open().shards == ()
+    assert shards.attached()
+    put(shards, "b")
+    assert moved.joinpath(path.relative_to(tmp_path)).exists()
+
+
+class TestDurability:
+    def opened(self, root: Path, durability: Durability, files: FaultyFiles) -> ShardFiles:
+        shards = ShardFiles(str(root), durability, files)
+        shards.open()
+        files.calls.clear()
+        return shards
+
+    def operations(self, files: FaultyFiles) -> list[str]:
+        return [call.operation.value for call in files.calls]
+
+    def test_none_syncs_nothing(self, tmp_path: Path, files: FaultyFiles) -> None:
+        shards = self.opened(tmp_path, Durability.NONE, files)
+        put(shards, "a")
+        shards.commit_group()
+        assert self.operations(files) == ["create", "replace"]
+        shards.close()
+
+    def test_each_syncs_bytes_before_the_name_and_the_name_before_it_returns(
+        self, tmp_path: Path, files: FaultyFiles
+    ) -> None:
+        shards = self.opened(tmp_path, Durability.EACH, files)
+        path = put(shards, "a")
+        first, second, third, *names = files.calls
+        incoming = str(tmp_path / "incoming" / path.name)
+        assert (first.operation, first.path) == (FileOperation.CREATE, incoming)
+        assert (second.operation, second.path) == (FileOperation.SYNC_FILE, incoming)
+        assert (third.operation, third.target) == (FileOperation.REPLACE, str(path))
+        assert {call.operation for call in names} == {FileOperation.SYNC_DIRECTORY}
+        # A new directory has a name too, which is safe only with its parent.
+        assert [call.path for call in names] == [str(path.parent), str(path.parent.parent)]
+        files.calls.clear()
+        shards.write(
+            str(path.with_name("again")),
+            self.slot("a"),
+            describe(Entry(chunk_key("a"), None, NBYTES, 0), SHARD),
+        )
+        assert self.operations(files) == ["create", "sync_file", "replace", "sync_directory"]
+        shards.close()
+
+    def slot(self, name: object) -> memoryview:
+        slot = aligned(NBYTES)
+        fill_slot(slot, chunk_key(name), SHARD)
+        return slot
+
+    def test_batch_syncs_a_group_later_and_each_directory_once(
+        self, tmp_path: Path, files: FaultyFiles
+    ) -> None:
+        shards = self.opened(tmp_path, Durability.BATCH, files)
+        paths = [put(shards, name) for name in range(6)]
+        assert set(self.operations(files)) == {"create", "replace"}
+        paths[0].unlink()
+        files.calls.clear()
+        shards.commit_group()
+        synced = [c.path for c in files.calls if c.operation is FileOperation.SYNC_FILE]
+        assert synced == [str(path) for path in paths[1:]]
+        directories = [c.path for c in files.calls if c.operation is FileOperation.SYNC_DIRECTORY]
+        assert len(directories) == len(set(directories))
+        assert {str(path.parent) for path in paths[1:]} <= set(directories)
+        last_file = max(i for i, c in enumerate(files.calls) if c.path in synced)
+        first_directory = min(i for i, c in enumerate(files.calls) if c.path in directories)
+        assert last_file < first_directory
+        files.calls.clear()
+        shards.commit_group()
+        assert files.calls == []
+        shards.close()
+
+    @pytest.mark.parametrize("operation", [FileOperation.SYNC_FILE, FileOperation.SYNC_DIRECTORY])
+    def test_a_group_that_failed_is_tried_again_whole(
+        self, tmp_path: Path, files: FaultyFiles, operation: FileOperation
+    ) -> None:
+        shards = self.opened(tmp_path, Durability.BATCH, files)
+        paths = [put(shards, name) for name in range(3)]
+        files.inject(FileFailure(operations=(operation,), nth=2 if "file" in operation else 1))
+        with pytest.raises(OSError, match="Input/output"):
+            shards.commit_group()
+        paths.append(put(shards, 3))
+        files.calls.clear()
+        shards.commit_group()
+        synced = [c.path for c in files.calls if c.operation is FileOperation.SYNC_FILE]
+        assert synced == [str(path) for path in paths]
+        shards.close()
+
+    @pytest.mark.parametrize("operation", [FileOperation.SYNC_FILE, FileOperation.SYNC_DIRECTORY])
+    def test_a_write_that_could_not_be_synced_did_not_happen(
+        self, tmp_path: Path, files: FaultyFiles, operation: FileOperation
+    ) -> None:
+        shards = self.opened(tmp_path, Durability.EACH, files)
+        files.inject(FileFailure(operations=(operation,)))
+        with pytest.raises(OSError, match="Input/output"):
+            put(shards, "a")
+        assert files_below(tmp_path) == []
+        shards.close()
+
+
+def test_a_header_is_checked_before_its_sizes_are_believed(shards: ShardFiles) -> None:
+    path = put(shards, "a")
+    data = bytearray(path.read_bytes())
+    data[8:12] = (2**31).to_bytes(4, "little")
+    path.write_bytes(data)
+    with pytest.raises(FormatError):
+        get(shards, path, "a")
+    assert shards.open().corrupt_count == 1
