@@ -294,10 +294,10 @@ class Load:
         """After the deadline, fail from the first piece of which something is to be ordered."""
         if self._context.clock.now() < self._deadline:
             return False
-        reason = MissReason.NO_ROOM if self._waits_for_room else MissReason.DEADLINE
         for index, piece in enumerate(self._pieces[: self._failed_at]):
             if not piece.complete and not self._all_ordered(piece):
-                self._fail_from(index, reason)
+                no_room = self._waits_for_room and piece.record is None
+                self._fail_from(index, MissReason.NO_ROOM if no_room else MissReason.DEADLINE)
                 break
         return True
 

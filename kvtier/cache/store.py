@@ -66,6 +66,7 @@ class Storer:
             if record is None:
                 break
             records.append(record)
+            self.inflight_count += 1
             moves += store_moves(
                 layout,
                 shape,
@@ -84,7 +85,6 @@ class Storer:
             moves=tuple(moves),
         )
         self._plans.open(plan, lambda reason: self._end(records, shape, reason))
-        self.inflight_count += len(records)
         return plan
 
     def _held(self, key: ChunkKey, shape: ChunkShape) -> bool:

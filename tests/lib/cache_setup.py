@@ -92,6 +92,7 @@ class CacheSetup:
         layout: KVLayout = LAYOUT,
         *,
         dram_chunks: int = 16,
+        dram_bytes: int | None = None,
         disk_chunks: int | None = 64,
         placements: tuple[Placement, ...] = ranks(1),
         mode: WriteMode = WriteMode.THROUGH,
@@ -110,7 +111,7 @@ class CacheSetup:
             capacity = disk_chunks * chunk_bytes
             disk = DiskConfig(str(self.folder / "disk"), capacity, durability, mode)
         config = CacheConfig(
-            dram_bytes=dram_chunks * chunk_bytes,
+            dram_bytes=dram_chunks * chunk_bytes if dram_bytes is None else dram_bytes,
             disk=disk,
             slab_bytes=slab_bytes,
             workers=placements,

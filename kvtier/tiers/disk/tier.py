@@ -131,11 +131,13 @@ class DiskTier:
                 chunks.setdefault(shard.header.chunk, []).append(shard)
         self._quarantined = [DiskPlace(f.path, f.nbytes) for f in found.quarantined]
         # Oldest first, so that the order of leaving survives the restart; parents before children.
-        for shards in sorted(
-            chunks.values(), key=lambda s: (s[0].header.position, s[0].modified_s)
-        ):
-            self._adopt_chunk(shards)
         in_order = sorted(chunks.values(), key=lambda s: (s[0].modified_s, -s[0].header.position))
+        fitting = self._fitting(chunks, in_order)
+        for shards in sorted(chunks.values(), key=lambda s: s[0].header.position):
+            if shards[0].header.chunk in fitting:
+                self._adopt_chunk(shards)
+            else:
+                self._remove += [DiskPlace(shard.path, shard.nbytes) for shard in shards]
         for shards in in_order:
             self._policy.touch(shards[0].header.chunk, self._clock.now(), _NEUTRAL)
         self.opened = True
@@ -263,6 +265,25 @@ class DiskTier:
     def _add(self, record: DiskRecord) -> None:
         self.index.add(record)
         self._held_bytes += sum(place.nbytes for place in record.places.values())
+
+    def _fitting(
+        self, chunks: Mapping[ChunkKey, list[FoundShard]], in_order: list[list[FoundShard]]
+    ) -> set[ChunkKey]:
+        """Return the newest chunks that fit, each with all of its ancestors."""
+        room = self.capacity_bytes - self._held_bytes
+        fitting: set[ChunkKey] = set()
+        for shards in reversed(in_order):
+            line: list[ChunkKey] = []
+            key: ChunkKey | None = shards[0].header.chunk
+            while key in chunks and key not in fitting:
+                line.append(key)
+                key = chunks[key][0].header.parent
+            nbytes = sum(shard.nbytes for each in line for shard in chunks[each])
+            reachable = key is None or key in fitting or self.index.get(key) is not None
+            if reachable and nbytes <= room:
+                fitting.update(line)
+                room -= nbytes
+        return fitting
 
     def _adopt_chunk(self, shards: list[FoundShard]) -> None:
         header = shards[0].header

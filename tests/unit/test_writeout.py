@@ -1,0 +1,438 @@
+"""What goes to disk, when, in which order, and what a slow or failing disk costs."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.config import Durability, WriteMode
+from kvtier.constants import (
+    DIRTY_SHARE_HIGH,
+    GROUP_COMMIT_S,
+    HEALTH_BACKOFF_S_MIN,
+    STORE_CHUNKS_INFLIGHT_MAX,
+    WRITES_INFLIGHT_MAX,
+)
+from kvtier.testing.clock import FakeClock
+from kvtier.testing.engine_double import EngineDouble, wait_until
+from kvtier.testing.fault_files import (
+    EVER,
+    FileFailure,
+    FileGate,
+    FileOperation,
+    TornWrite,
+)
+from kvtier.types import ChunkKey, MissReason, Result, Tier
+from tests.lib.cache_setup import (
+    CHUNK,
+    CHUNK_BYTES,
+    CacheSetup,
+    ErrorLog,
+    settle,
+    tier_stats,
+    written,
+)
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> Iterator[CacheSetup]:
+    setup = CacheSetup(tmp_path)
+    log = ErrorLog(setup.errors)
+    logging.getLogger("kvtier").addHandler(log)
+    yield setup
+    setup.close_all()
+    logging.getLogger("kvtier").removeHandler(log)
+
+
+def store_one(engine: EngineDouble, start: int) -> ChunkKey:
+    """Store a sequence of one chunk."""
+    sequence = engine.sequence(range(start, start + CHUNK))
+    assert engine.store(sequence)
+    return sequence.chunk_keys[0]
+
+
+def disk_chunks(engine: EngineDouble) -> int:
+    return tier_stats(engine.cache, Tier.DISK).chunks
+
+
+def refused(engine: EngineDouble, tier: Tier) -> dict[MissReason, int]:
+    return dict(tier_stats(engine.cache, tier).counters.refused_chunks)
+
+
+# Modes
+
+
+def test_through_writes_what_was_stored(setup: CacheSetup) -> None:
+    engine = setup.open(dram_chunks=64)
+    for start in range(3):
+        store_one(engine, start)
+    written(engine)
+    assert disk_chunks(engine) == 3
+    assert len(setup.shard_files()) == 3
+
+
+def test_back_writes_above_its_watermark(setup: CacheSetup) -> None:
+    engine = setup.open(dram_chunks=16, mode=WriteMode.BACK)
+    high = int(16 * DIRTY_SHARE_HIGH)
+    for start in range(high):
+        store_one(engine, start)
+    settle(engine)
+    assert disk_chunks(engine) == 0
+    assert engine.cache.stats().writes_queued == high
+    store_one(engine, 100)
+    wait_until(lambda: disk_chunks(engine) == 1, "nothing is written back")
+    settle(engine)
+    assert engine.cache.stats().writes_queued == high
+
+
+def test_b71_closing_writes_back_what_is_dirty(setup: CacheSetup) -> None:
+    engine = setup.open(mode=WriteMode.BACK, dram_chunks=32)
+    sequence = engine.sequence(range(12 * CHUNK))
+    engine.store(sequence)
+    assert disk_chunks(engine) == 0
+    setup.close(engine)
+    assert len(setup.shard_files()) == 12
+    engine = setup.open(dram_chunks=32)
+    assert engine.load(engine.match(engine.sequence(range(12 * CHUNK)))).outcome.end_token == 96
+
+
+def test_b71_closing_while_the_disk_opens_loses_nothing(setup: CacheSetup) -> None:
+    gate = FileGate(operations=(FileOperation.LIST,))
+    setup.files.inject(gate)
+    engine = setup.open()
+    engine.store(engine.sequence(range(3 * CHUNK)))
+    gate.wait_for_arrivals()
+    gate.open()
+    setup.close(engine)
+    assert len(setup.shard_files()) == 3
+
+
+def test_closing_gives_up_on_a_disk_that_hangs(setup: CacheSetup) -> None:
+    engine = setup.open()
+    settle(engine)
+    engine.match(engine.sequence([]))
+    gate = FileGate(operations=(FileOperation.CREATE,))
+    setup.files.inject(gate)
+    engine.store(engine.sequence(range(3 * CHUNK)))
+    gate.wait_for_arrivals()
+    setup.engines.remove(engine)
+    engine.close()
+    engine.cache.close(timeout_s=0.05)
+    gate.open()
+
+
+# Slow disks
+
+
+def test_b96_a_disk_that_blocks_costs_writes_and_nothing_else(setup: CacheSetup) -> None:
+    engine = setup.open(dram_chunks=8, disk_chunks=256)
+    engine.match(engine.sequence([]))
+    gate = FileGate(operations=(FileOperation.CREATE,))
+    setup.files.inject(gate)
+    keys = [store_one(engine, start) for start in range(100)]
+    engine.cache.check_integrity()
+    stats = engine.cache.stats()
+    assert stats.tiers[0].pinned_chunks == WRITES_INFLIGHT_MAX
+    dropped = refused(engine, Tier.DISK)[MissReason.NO_ROOM]
+    assert dropped + stats.writes_queued == 100
+    assert dropped == 100 - 8
+    gate.open()
+    written(engine)
+    settle(engine)
+    assert disk_chunks(engine) == 8
+    assert store_one(engine, 500) not in keys
+    plan = engine.begin_store(engine.sequence(range(1000, 1000 + 8 * CHUNK)), range(8))
+    assert plan is not None
+    assert len(plan.moves) == 8, "all slots are free"
+    engine.run(plan)
+
+
+def test_a_dropped_write_gets_another_chance_with_the_next_store(setup: CacheSetup) -> None:
+    """The disk evicts a chunk that DRAM still holds."""
+    engine = setup.open(dram_chunks=16, disk_chunks=2)
+    first = engine.sequence(range(CHUNK))
+    engine.store(first)
+    written(engine)
+    for start in (100, 200):
+        store_one(engine, start)
+        written(engine)
+    assert disk_chunks(engine) == 2
+    assert not engine.store(first), "DRAM holds it"
+    written(engine)
+    setup.close(engine)
+    engine = setup.open()
+    assert engine.match(engine.sequence(range(CHUNK))).tokens == CHUNK
+
+
+# Failing disks
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        FileFailure(operations=(FileOperation.CREATE,), errno=errno.ENOSPC, last=EVER),
+        FileFailure(operations=(FileOperation.REPLACE,), errno=errno.EROFS, last=EVER),
+        TornWrite(nbytes=4096, last=EVER),
+    ],
+    ids=["full", "read only", "torn"],
+)
+def test_what_could_not_be_written_is_written_later_in_order(
+    setup: CacheSetup, fault: FileFailure | TornWrite
+) -> None:
+    """A chunk is on disk only after its parent; several fail together and all come back."""
+    clock = FakeClock()
+    engine = setup.open(clock=clock)
+    engine.match(engine.sequence([]))
+    setup.files.inject(fault)
+    sequence = engine.sequence(range(6 * CHUNK))
+    engine.store(sequence)
+    settle(engine)
+    assert engine.cache.stats().writes_queued == 6
+    assert disk_chunks(engine) == 0
+    assert setup.shard_files() == []
+    assert engine.load(engine.match(sequence)).outcome.end_token == 6 * CHUNK
+    setup.files.inject()
+    clock.advance(HEALTH_BACKOFF_S_MIN * 20)
+    written(engine)
+    assert disk_chunks(engine) == 6
+    assert refused(engine, Tier.DISK) == {}
+    setup.close(engine)
+    engine = setup.open()
+    assert engine.match(engine.sequence(range(6 * CHUNK))).tokens == 6 * CHUNK
+
+
+def test_each_write_that_fails_is_tried_again(setup: CacheSetup) -> None:
+    """Whichever of the first writes it is that fails, all chunks end up on disk."""
+    for nth in range(1, 6):
+        clock = FakeClock()
+        engine = setup.open(clock=clock)
+        engine.match(engine.sequence([]))
+        setup.files.inject(FileFailure(operations=(FileOperation.CREATE,), nth=nth))
+        sequence = engine.sequence(range(1000 * nth, 1000 * nth + 5 * CHUNK))
+        engine.store(sequence)
+        settle(engine)
+        clock.advance(HEALTH_BACKOFF_S_MIN)
+        written(engine)
+        setup.close(engine)
+        engine = setup.open()
+        match = engine.match(engine.sequence(range(1000 * nth, 1000 * nth + 5 * CHUNK)))
+        assert match.tokens == 5 * CHUNK, f"write {nth} failed"
+        setup.close(engine)
+
+
+def test_a_chunk_that_leaves_dram_while_its_write_fails_is_forgotten(setup: CacheSetup) -> None:
+    clock = FakeClock()
+    engine = setup.open(dram_chunks=4, clock=clock)
+    engine.match(engine.sequence([]))
+    setup.files.inject(FileFailure(operations=(FileOperation.CREATE,), last=EVER))
+    for start in range(20):
+        store_one(engine, start)
+        engine.cache.check_integrity()
+    settle(engine)
+    assert engine.cache.stats().writes_queued == 4
+    setup.files.inject()
+    clock.advance(HEALTH_BACKOFF_S_MIN * 20)
+    written(engine)
+    assert disk_chunks(engine) == 4
+    assert refused(engine, Tier.DISK) == {MissReason.NO_ROOM: 16}
+
+
+# Refusals
+
+
+def test_a_store_that_no_worker_did_is_absent(setup: CacheSetup) -> None:
+    engine = setup.open()
+    sequence = engine.sequence(range(3 * CHUNK))
+    plan = engine.begin_store(sequence, range(3))
+    assert plan is not None
+    assert engine.match(sequence).tokens == 0, "not before the worker is done"
+    assert not engine.cache.store_done(plan.plan_id)
+    failed = Result(plan.plan_id, 0, ok=False, reason=MissReason.DEADLINE)
+    engine.cache.finish([failed])
+    assert engine.cache.store_done(plan.plan_id)
+    assert engine.match(sequence).tokens == 0
+    assert refused(engine, Tier.DRAM) == {MissReason.DEADLINE: 3}
+    settle(engine)
+    assert tier_stats(engine.cache, Tier.DRAM).used_bytes == 0
+    assert engine.store(sequence)
+    assert engine.load(engine.match(sequence)).outcome.end_token == 24
+
+
+def test_a_chunk_whose_parent_was_not_stored_waits_for_it(setup: CacheSetup) -> None:
+    engine = setup.open()
+    sequence = engine.sequence(range(3 * CHUNK))
+    first = engine.begin_store(sequence, range(1))
+    rest = engine.begin_store(sequence, range(1, 3))
+    assert first is not None
+    assert rest is not None
+    engine.run(rest)
+    engine.cache.finish([Result(first.plan_id, 0, ok=False, reason=MissReason.WORKER)])
+    assert engine.match(sequence).tokens == 0
+    written(engine)
+    assert disk_chunks(engine) == 0, "no lookup could reach it there"
+    assert engine.store(sequence, range(1))
+    written(engine)
+    assert engine.match(sequence).tokens == 24
+    engine.store(sequence)
+    written(engine)
+    assert disk_chunks(engine) == 3
+    settle(engine)
+
+
+def test_a_chunk_is_stored_once_however_many_ask(setup: CacheSetup) -> None:
+    engine = setup.open()
+    sequence = engine.sequence(range(3 * CHUNK))
+    plan = engine.begin_store(sequence, range(2))
+    assert plan is not None
+    again = engine.begin_store(engine.sequence(range(3 * CHUNK)), range(3))
+    assert again is not None
+    assert len(again.moves) == 1
+    assert engine.begin_store(sequence, range(3)) is None
+    engine.cache.finish([Result(plan.plan_id, 0, ok=False), Result(again.plan_id, 0, ok=False)])
+
+
+def test_too_many_chunks_under_way_are_refused(setup: CacheSetup) -> None:
+    limit = STORE_CHUNKS_INFLIGHT_MAX
+    engine = setup.open(dram_chunks=limit + 8, disk_chunks=None, block_count=2 * (limit + 8))
+    sequence = engine.sequence(range((limit + 4) * CHUNK))
+    plan = engine.begin_store(sequence, range(limit + 4))
+    assert plan is not None
+    assert len(plan.moves) == limit
+    assert engine.cache.stats().stores_inflight == limit
+    assert engine.begin_store(engine.sequence(range(7, 7 + CHUNK)), range(1)) is None
+    assert refused(engine, Tier.DRAM) == {MissReason.UNAVAILABLE: 2}
+    engine.run(plan)
+    assert engine.store(sequence, range(limit, limit + 4))
+    assert engine.match(sequence).tokens == (limit + 4) * CHUNK
+
+
+def test_a_full_dram_takes_what_fits_and_refuses_the_rest(setup: CacheSetup) -> None:
+    engine = setup.open(dram_chunks=4, disk_chunks=None)
+    sequence = engine.sequence(range(6 * CHUNK))
+    plan = engine.begin_store(sequence, range(6))
+    assert plan is not None
+    assert len(plan.moves) == 4
+    assert refused(engine, Tier.DRAM) == {MissReason.NO_ROOM: 1}
+    assert engine.begin_store(engine.sequence(range(9, 9 + CHUNK)), range(1)) is None
+    engine.run(plan)
+    assert engine.match(sequence).tokens == 4 * CHUNK
+
+
+def test_a_disk_smaller_than_a_chunk_takes_none(setup: CacheSetup) -> None:
+    engine = setup.open(disk_chunks=64)
+    setup.close(engine)
+    engine = setup.open(disk_chunks=1)
+    store_one(engine, 0)
+    written(engine)
+    sequence = engine.sequence(range(50, 50 + 3 * CHUNK))
+    engine.store(sequence)
+    written(engine)
+    assert disk_chunks(engine) == 1
+    assert tier_stats(engine.cache, Tier.DISK).used_bytes <= CHUNK_BYTES
+    assert engine.match(sequence).tokens == 24
+
+
+# Eviction below
+
+
+def test_b43_what_the_disk_evicts_dram_still_has(setup: CacheSetup) -> None:
+    engine = setup.open(dram_chunks=4, disk_chunks=2)
+    first = engine.sequence(range(CHUNK))
+    engine.store(first)
+    for start in (100, 200):
+        store_one(engine, start)
+    written(engine)
+    assert disk_chunks(engine) == 2
+    assert engine.load(engine.match(first)).outcome.tokens_by_tier == {Tier.DRAM: CHUNK}
+    for start in (300, 400, 500, 600):
+        store_one(engine, start)
+    written(engine)
+    assert engine.match(first).tokens == 0
+    settle(engine)
+
+
+def test_b43_what_dram_evicts_the_disk_still_has(setup: CacheSetup) -> None:
+    engine = setup.open(dram_chunks=2)
+    first = engine.sequence(range(CHUNK))
+    engine.store(first)
+    written(engine)
+    for start in (100, 200):
+        store_one(engine, start)
+        written(engine)
+    assert engine.load(engine.match(first)).outcome.tokens_by_tier == {Tier.DISK: CHUNK}
+
+
+@pytest.mark.parametrize("smaller", [10, 4])
+def test_b41_a_restart_keeps_bound_and_order(setup: CacheSetup, smaller: int) -> None:
+    engine = setup.open(disk_chunks=10)
+    starts = range(0, 800, 100)
+    for number, start in enumerate(starts):
+        key = store_one(engine, start)
+        written(engine)
+        (path,) = [p for p in setup.shard_files() if p.name.startswith(key.hex())]
+        os.utime(path, (number, number))
+    setup.close(engine)
+    engine = setup.open(disk_chunks=smaller)
+    held = [s for s in starts if engine.match(engine.sequence(range(s, s + CHUNK))).hits]
+    assert held == list(starts)[-smaller:]
+    most = 0
+    for start in range(1000, 1800, 100):
+        store_one(engine, start)
+        written(engine)
+        most = max(most, len(setup.shard_files()))
+        used = tier_stats(engine.cache, Tier.DISK).used_bytes
+        assert used <= smaller * CHUNK_BYTES
+    assert most <= smaller
+    settle(engine)
+    assert disk_chunks(engine) == smaller
+    assert not engine.match(engine.sequence(range(CHUNK))).hits, "the oldest left first"
+
+
+def test_b41_a_smaller_bound_keeps_the_newest_sequences_whole(setup: CacheSetup) -> None:
+    engine = setup.open()
+    for number, start in enumerate((100, 0, 200)):
+        sequence = engine.sequence(range(start, start + 3 * CHUNK))
+        engine.store(sequence)
+        written(engine)
+        for key in sequence.chunk_keys:
+            (path,) = [p for p in setup.shard_files() if p.name.startswith(key.hex())]
+            os.utime(path, (number, number))
+    setup.close(engine)
+    engine = setup.open(disk_chunks=5)
+    written(engine)
+    tokens = {
+        start: engine.match(engine.sequence(range(start, start + 3 * CHUNK))).tokens
+        for start in (100, 0, 200)
+    }
+    assert tokens == {100: 0, 0: 2 * CHUNK, 200: 3 * CHUNK}
+    wait_until(lambda: len(setup.shard_files()) == 5, "what does not fit is not removed")
+
+
+# Durability
+
+
+def test_each_write_is_synced_before_it_counts(setup: CacheSetup) -> None:
+    engine = setup.open(durability=Durability.EACH)
+    store_one(engine, 0)
+    written(engine)
+    assert setup.files.count(FileOperation.SYNC_FILE) == 1
+    assert setup.files.count(FileOperation.SYNC_DIRECTORY) >= 1
+
+
+def test_writes_are_synced_in_groups(setup: CacheSetup) -> None:
+    clock = FakeClock()
+    engine = setup.open(durability=Durability.BATCH, clock=clock)
+    engine.match(engine.sequence([]))
+    for start in range(5):
+        store_one(engine, start)
+    written(engine)
+    clock.advance(GROUP_COMMIT_S)
+    wait_until(lambda: setup.files.count(FileOperation.SYNC_FILE) == 5, "no group commit")
+    store_one(engine, 9)
+    setup.close(engine)
+    assert setup.files.count(FileOperation.SYNC_FILE) == 6, "the last group is synced at close"
