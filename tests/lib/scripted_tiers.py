@@ -6,7 +6,7 @@ Copies happen as late as allowed: a block that was given away too early is seen 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,6 +98,8 @@ class ScriptedTiers:
     lookups: int = 0
     chunk_reads: int = 0
     raised: int = 0
+    #: Told of every call.
+    on_call: Callable[[str], None] = lambda _: None
     loads: list[ScriptedLoad] = field(default_factory=list)
     deadlines: list[float | None] = field(default_factory=list)
 
@@ -112,6 +114,7 @@ class ScriptedTiers:
         ]
 
     def called(self, method: str) -> None:
+        self.on_call(method)
         if method in self.broken:
             self.raised += 1
             raise OSError(f"{method} is broken")

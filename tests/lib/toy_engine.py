@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvtier.interfaces import Clock
 from kvtier.keys import extend_chain
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.pools import TorchPool
@@ -27,6 +29,8 @@ from tests.lib.toy_model import ToyRunner, reference, toy_layout, toy_pool
 
 BLOCK = 4
 STEPS_MAX = 2000
+#: Seconds after which a wait for the engine's thread is taken for a hang.
+WAIT_S = 20.0
 
 
 class ToyDetokenizer:
@@ -86,10 +90,28 @@ class Answer:
         assert self.tokens == expected, self.request.request_id
 
 
-class ToyEngine:
-    """An ``EngineCore`` over the toy. ``tiers`` is scripted, ``link`` overrides both.
+class Client(Answer):
+    """An answer that another thread can wait for."""
 
-    After each step the books are checked.
+    def __init__(self, request: GenerateRequest) -> None:
+        super().__init__(request)
+        self.first = threading.Event()
+        self.last = threading.Event()
+
+    def take(self, delta: Delta) -> None:
+        super().take(delta)
+        self.first.set()
+        if self.done:
+            self.last.set()
+
+    def wait(self) -> None:
+        assert self.last.wait(WAIT_S), f"{self.request.request_id} has not ended"
+
+
+class ToyEngine:
+    """An ``EngineCore`` over the toy, with scripted tiers, with a cache of the test's, or without.
+
+    After each step the books are checked. A cache and its engine live by one ``clock``.
     """
 
     def __init__(
@@ -103,6 +125,7 @@ class ToyEngine:
         end_ids: frozenset[int] = frozenset(),
         cache: tuple[CacheFront, PlanWorker] | None = None,
         memory: TorchPool | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.memory = memory or toy_pool(blocks, BLOCK)
         self.runner = ToyRunner(self.memory)
@@ -121,7 +144,7 @@ class ToyEngine:
             config=config or SchedulerConfig(),
             detokenizer=ToyDetokenizer,
             end_ids=end_ids,
-            clock=self.clock,
+            clock=clock or self.clock,
         )
         self._ids = itertools.count()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -122,7 +123,7 @@ class TestLoads:
         engine = ToyEngine(256, tiers=True, config=config)
         deadlines = []
         for step_s in (0.0, 0.01, 10.0, 10.0):
-            engine.runner.on_step = lambda seconds=step_s: engine.clock.advance(seconds)
+            engine.runner.on_step = partial(engine.clock.advance, step_s)
             engine.run(prompt_of(1, 101), 1)
             evict_pool(engine)
             engine.submit(prompt_of(1, 101), 1)
