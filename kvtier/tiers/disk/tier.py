@@ -75,7 +75,6 @@ class DiskTier:
         self._open_health = Health()
         self._read_health = Health(READ_FAILURES_MAX)
         self._write_health = Health()
-        self._words = ""
         self._held_bytes = 0
         self._condemned: set[str] = set()
         self._remove: list[DiskPlace] = []
@@ -98,7 +97,7 @@ class DiskTier:
         """One word for how the disk is doing, ``ok`` when well, and the latest fault."""
         for health in (self._open_health, self._write_health, self._read_health):
             if not health.ok:
-                return self._words, health.detail
+                return health.word, health.detail
         return ("ok", "") if self.opened else ("opening", "reading the index")
 
     def open_due(self) -> bool:
@@ -223,19 +222,16 @@ class DiskTier:
 
     def open_failed(self, error: OSError | KVTierError) -> None:
         """Note that the directory could not be taken; it is tried again later."""
-        self._words = _word(error, "unavailable")
-        self._open_health.failure(str(error), self._clock.now())
+        self._open_health.failure(_word(error, "unavailable"), str(error), self._clock.now())
 
     def write_failed(self, error: OSError | KVTierError) -> None:
         """Note a failed write; writes pause, reads go on."""
-        self._words = _word(error, "failing")
-        self._write_health.failure(str(error), self._clock.now())
+        self._write_health.failure(_word(error, "failing"), str(error), self._clock.now())
         self._lose_directory(error)
 
     def read_failed(self, error: OSError | KVTierError) -> None:
         """Note a failed or late read; several in a row pause reads."""
-        self._words = _word(error, "failing")
-        self._read_health.failure(str(error), self._clock.now())
+        self._read_health.failure(_word(error, "failing"), str(error), self._clock.now())
         self._lose_directory(error)
 
     def read_succeeded(self) -> None:
@@ -259,8 +255,7 @@ class DiskTier:
     def _lose_directory(self, error: OSError | KVTierError) -> None:
         if isinstance(error, OSError) and not self._files.attached():
             self.opened = False
-            self._words = "missing"
-            self._open_health.failure(str(error), self._clock.now())
+            self._open_health.failure("missing", str(error), self._clock.now())
 
     def _add(self, record: DiskRecord) -> None:
         self.index.add(record)
@@ -275,7 +270,10 @@ class DiskTier:
         for shards in reversed(in_order):
             line: list[ChunkKey] = []
             key: ChunkKey | None = shards[0].header.chunk
-            while key in chunks and key not in fitting:
+            # Forged parents may form a ring, which is never longer than all there is.
+            while (
+                key is not None and key in chunks and key not in fitting and len(line) < len(chunks)
+            ):
                 line.append(key)
                 key = chunks[key][0].header.parent
             nbytes = sum(shard.nbytes for each in line for shard in chunks[each])
