@@ -1,0 +1,1 @@
+"""What if: replays request traces against eviction policies, codecs and capacities, offline."""
