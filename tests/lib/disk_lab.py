@@ -254,9 +254,9 @@ class DiskLab:
                 self.tier.condemn(source, shard)
                 return False
             except OSError as error:
-                if isinstance(error, FileNotFoundError):
+                if isinstance(error, FileNotFoundError) and self.shard_files.attached():
                     self.tier.forget(source)
-                if not isinstance(error, FileNotFoundError) or not self.shard_files.attached():
+                else:
                     self.tier.read_failed(error)
                 return False
             for section, offset in enumerate(geometry_of(shard).section_offsets):
