@@ -138,8 +138,12 @@ class Arena:
         return list(self._slabs.values())
 
     def close(self) -> None:
-        """Unmap. Every view given out must be gone or unused; those alive keep the mapping."""
-        with contextlib.suppress(BufferError):  # A view is alive; the mapping goes with it.
+        """Give the memory back. Every view given out must be gone or unused.
+
+        A view that is still alive keeps the mapping, but not its pages: they read as zeros.
+        """
+        self._mapping.madvise(mmap.MADV_DONTNEED)
+        with contextlib.suppress(BufferError):
             self.memory.release()
             self._mapping.close()
         if self._descriptor >= 0:
