@@ -140,8 +140,11 @@ class Arena:
     def close(self) -> None:
         """Give the memory back. Every view given out must be gone or unused.
 
-        A view that is still alive keeps the mapping, but not its pages: they read as zeros.
+        A view that is still alive keeps the mapping, but not the pages of it that nobody shares:
+        they read as zeros. A second call does nothing.
         """
+        if self._mapping.closed:
+            return
         self._mapping.madvise(mmap.MADV_DONTNEED)
         with contextlib.suppress(BufferError):
             self.memory.release()
