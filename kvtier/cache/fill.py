@@ -33,6 +33,7 @@ class Fill:
     source_lease: Lease[DiskPlace]
     verified: dict[ShardId, int]
     started: float
+    deadline: float
     failure: MissReason | None = None
     failed_shard: ShardId | None = None
 
@@ -78,7 +79,8 @@ class Filler:
         if record is None:
             return None
         lease = self._disk.index.lease([source])
-        fill = Fill(record, source, lease, dict.fromkeys(sizes, 0), self._clock.now())
+        verified = dict.fromkeys(sizes, 0)
+        fill = Fill(record, source, lease, verified, self._clock.now(), deadline)
         self._running[entry.key] = fill
         self._executor.read(
             self._reading(fill, shape),
@@ -152,9 +154,9 @@ class Filler:
             if held and fill.failed_shard is not None:
                 self._disk.condemn(fill.source, fill.failed_shard)
             return MissReason.CORRUPT
-        if held and gone:
-            self._disk.forget(fill.source)
-        if gone and self._files.attached():
+        if gone and self._files.attached():  # Else the directory is gone, and may come back.
+            if held:
+                self._disk.forget(fill.source)
             return MissReason.ABSENT
         self._counters.io_errors += 1
         self._disk.read_failed(fault)

@@ -193,9 +193,7 @@ class Load:
         coming = 0
         self._waits_for_room = False
         for index, piece in enumerate(self._pieces[: self._failed_at]):
-            failure = piece.fill.failure if piece.fill is not None else None
-            if failure is not None and not self._all_ordered(piece):
-                self._fail_from(index, failure)
+            if not self._fill_is_good(index, piece):
                 return
             if piece.tier is Tier.DRAM or piece.complete:
                 continue
@@ -204,6 +202,20 @@ class Load:
                 return
             if piece.record is None and not self._bring_piece(index, piece):
                 return
+
+    def _fill_is_good(self, index: int, piece: _Piece) -> bool:
+        """Draw the conclusion where a piece's fill has failed; False when the piece fails too."""
+        fill = piece.fill
+        if fill is None or fill.failure is None or self._all_ordered(piece):
+            return True
+        if fill.failure is MissReason.DEADLINE and fill.deadline < self._deadline:
+            # Another load was in more of a hurry and gave it up; this one tries again.
+            if not piece.plans_out and piece.dram_lease is not None:
+                piece.dram_lease.release()
+                piece.record = piece.fill = None
+            return True
+        self._fail_from(index, fill.failure)
+        return False
 
     def _bring_piece(self, index: int, piece: _Piece) -> bool:
         """Find or start what brings a piece into DRAM; False when it has to wait or has failed."""
