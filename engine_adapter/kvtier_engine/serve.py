@@ -110,9 +110,11 @@ class Server:
         del app
         self._started = True
         self.engine.start()
-        yield
-        # Nobody listens any more, so blocking the loop holds nobody up.
-        self.close()
+        try:
+            yield
+        finally:
+            # Nobody listens any more, so blocking the loop holds nobody up.
+            self.close()
 
     def close(self) -> None:
         """Abort what still runs, write out what is dirty, end every thread. Blocks; idempotent."""
