@@ -49,6 +49,9 @@ READ_FAILURES_MAX: Final = 3
 HEALTH_BACKOFF_S_MIN: Final = 0.5
 HEALTH_BACKOFF_S_MAX: Final = 30.0
 GROUP_COMMIT_S: Final = 0.2
+# How long a cache that starts waits for the epochs: a sequence that begins before they are known
+# finds nothing of a namespace that was ever invalidated.
+EPOCHS_WAIT_S_MAX: Final = 1.0
 
 # Write-back: the dirty share of DRAM above which dirty chunks are written out in the background.
 DIRTY_SHARE_HIGH: Final = 0.5

@@ -55,6 +55,7 @@ class Cache:
     ) -> None:
         """Map and touch the arena (about a second per 4 GiB) and begin to open the disk.
 
+        Waits for the disk's epochs, at most a second where it does not answer.
         Raises ``ConfigError`` for settings that cannot be, ``RegistryError`` for an unknown
         policy or codec. A disk that cannot be used is no error: the tier is degraded, and tried
         again. ``files`` stands in for the operating system's file system.
@@ -120,6 +121,8 @@ class Cache:
             plans=self._plans,
         )
         self._executor.start()
+        if self._opener is not None:
+            self._opener.wait_for_epochs()
 
     @property
     def arena(self) -> memoryview:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from kvtier.cache.epochs import Epochs
 from kvtier.cache.executor import Executor, Fault
 from kvtier.config import Durability
-from kvtier.constants import GROUP_COMMIT_S
+from kvtier.constants import EPOCHS_WAIT_S_MAX, GROUP_COMMIT_S
 from kvtier.errors import TierUnavailableError
 from kvtier.interfaces import Clock
 from kvtier.obs.stats import TierCounters
@@ -48,6 +48,7 @@ class DiskOpener:
         self._groups = durability is Durability.BATCH
         self._on_open = on_open
         self._saving = threading.Lock()
+        self._epochs_known = threading.Event()
         self._busy = False
         self._next_commit = clock.now()
 
@@ -73,6 +74,10 @@ class DiskOpener:
                 deadline=math.inf,
                 late=self._settle_commit,
             )
+
+    def wait_for_epochs(self) -> None:
+        """Block until the first open has read the epochs or failed, for a bounded time."""
+        self._epochs_known.wait(EPOCHS_WAIT_S_MAX)
 
     def save_epochs(self) -> None:
         """Write the present epochs; blocks. Raises ``TierUnavailableError``."""
@@ -108,19 +113,26 @@ class DiskOpener:
                 self._epochs.saved(epochs)
 
     def _open(self) -> Found:
+        # Before the headers of all shards are read: sequences that begin meanwhile need the epoch.
+        early = load_epochs(self._files.root)
+        with self._lock:
+            self._epochs.merge(early.epochs, early.floor)
+        self._epochs_known.set()
         found = self._files.open()
         with self._saving:
+            # Now nobody else writes here.
             stored = load_epochs(self._files.root)
             with self._lock:
-                newer_here = self._epochs.merge(*stored)
+                newer_here = self._epochs.merge(stored.epochs, stored.floor)
                 epochs, floor = self._epochs.snapshot()
-            if newer_here:
+            if newer_here or stored.damaged:
                 save_epochs(self._files.root, epochs, floor)
             with self._lock:
                 self._epochs.saved(epochs)
         return found
 
     def _settle_open(self, outcome: Found | Fault) -> None:
+        self._epochs_known.set()
         with self._lock:
             self._busy = False
             if isinstance(outcome, Found):

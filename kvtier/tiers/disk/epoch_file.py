@@ -1,8 +1,8 @@
 """Epochs on disk: small, replaced whole, synced, and never trusted when damaged.
 
 Losing an epoch would bring back KV that was declared stale. So a file that fails its checksum
-is replaced by one that raises the floor under all namespaces to the present second: everything
-older is unreachable, which costs a recompute and never a wrong token.
+raises the floor under all namespaces to the present second: everything older is unreachable,
+which costs a recompute and never a wrong token.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgpack  # type: ignore[import-untyped]
 import xxhash
@@ -18,23 +19,29 @@ _NAME = "epochs"
 _SUM_BYTES = 16
 
 
-def load_epochs(root: str) -> tuple[dict[bytes, int], int]:
-    """Return (epoch by namespace digest, floor). Raises ``OSError`` when it cannot be read.
+class StoredEpochs(NamedTuple):
+    """Epochs by namespace digest and the floor under all others.
 
-    A damaged file is replaced at once, so that what is stored from now on outlives a restart.
+    What came from a damaged file is to be saved, or every start would raise the floor again.
     """
+
+    epochs: dict[bytes, int]
+    floor: int
+    damaged: bool = False
+
+
+def load_epochs(root: str) -> StoredEpochs:
+    """Return what the file says. Raises ``OSError`` when it cannot be read."""
     try:
         with open(os.path.join(root, _NAME), "rb") as file:
             data = file.read()
     except FileNotFoundError:
-        return {}, 0
+        return StoredEpochs({}, 0)
     body = data[_SUM_BYTES:]
     if xxhash.xxh3_128_digest(body) != data[:_SUM_BYTES]:
-        floor = int(time.time())
-        save_epochs(root, {}, floor)
-        return {}, floor
+        return StoredEpochs({}, int(time.time()), damaged=True)
     floor, epochs = msgpack.unpackb(body, strict_map_key=False)
-    return epochs, floor
+    return StoredEpochs(epochs, floor)
 
 
 def save_epochs(root: str, epochs: Mapping[bytes, int], floor: int) -> None:
