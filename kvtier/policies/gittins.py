@@ -41,7 +41,8 @@ class Gittins:
     """An ``EvictionPolicy``. Owned by its tier and called under the tier's lock.
 
     ``pinned`` tells which chunks must not leave now. Accesses to one key at one instant are one
-    access; a chunk that is admitted has the features of its parent until it is touched.
+    access. A chunk that is admitted at the instant of a touch has the features of that touch, else
+    those of its parent, until it is touched itself.
     """
 
     def __init__(self, capacity_bytes: int, pinned: Callable[[ChunkKey], bool]) -> None:
@@ -57,8 +58,10 @@ class Gittins:
         self._clock = nan
         self._accesses = 0
         self._learn_at = _LEARN_ACCESSES_FIRST
+        # The features of the latest touch, and its instant.
         self._features: Features | None = None
         self._code = 0
+        self._touched_at = nan
         # The bucket of the time since ``_bucket_for``: a request finds many of one age.
         self._bucket_for = nan
         self._bucket = 0
@@ -101,6 +104,7 @@ class Gittins:
             return
         if now != self._clock:
             self._advance(now)
+        self._touched_at = now
         if features is not self._features:
             self._features = features
             turn = _TURNS[min(max(features.turn, 1), len(_TURNS)) - 1]
@@ -232,12 +236,13 @@ class Gittins:
         blocks.level[row] = min(max(floor(2 * log2(self.worth(entry)) + 0.5), -128), 127)
         self._held_count += 1
         self.used_bytes += entry.nbytes
-        parent, code = blocks.parent[row], 0
+        # What comes in at the instant of a touch belongs to the same request.
+        parent, code = blocks.parent[row], self._code if self._clock == self._touched_at else 0
         if parent >= 0:
             blocks.note_child(parent, entry.key)
             if blocks.state[row] & SHARED:
                 blocks.share(parent)
-            if blocks.state[parent] & HELD:
+            if self._clock != self._touched_at and blocks.state[parent] & HELD:
                 code = blocks.kind[parent] % _PER_COUNT // 2
         self._access(row, code)
         if parent >= 0:
