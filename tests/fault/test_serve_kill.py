@@ -1,0 +1,98 @@
+"""A server is killed in the middle of its writes, again and again, on one directory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
+from http.client import HTTPException
+from pathlib import Path
+
+from tests.lib.disk_folder import bytes_below, incoming_files, shard_files
+from tests.lib.prompts import family
+from tests.lib.reference import Tally
+from tests.lib.server import Answer, Served, idle, series, serving
+from tests.lib.soak_report import report
+
+CHUNK = 32
+NEW_TOKENS = 8
+CLIENTS = 2
+DISK_BYTES = 48 << 20
+#: The lock and the epochs, which are no shards.
+OTHER_BYTES = 64 << 10
+
+Prompt = tuple[int, ...]
+
+
+def started(disk: Path) -> AbstractContextManager[Served]:
+    options = [f"--chunk-tokens={CHUNK}", "--kv-bytes=48MiB", "--dram=64MiB", f"--disk={disk}"]
+    # ``each`` keeps a file longer where it is written, so that the kill finds one there.
+    return serving(*options, f"--disk-bytes={DISK_BYTES}", "--durability=each")
+
+
+def check_books(served: Served, disk: Path) -> None:
+    """Every file is indexed, nothing else lies there, and the bound holds."""
+    metrics = served.wait_until(idle)
+    files = shard_files(disk)
+    assert incoming_files(disk) == []
+    assert metrics[series("tier_chunks", tier="disk")] == len(files)
+    assert metrics[series("tier_used_bytes", tier="disk")] == sum(f.stat().st_size for f in files)
+    assert metrics[series("tier_corrupt_shards_total", tier="disk")] == 0
+    assert bytes_below(disk) <= DISK_BYTES + OTHER_BYTES
+
+
+def watch_writes(disk: Path, count: int, running: Callable[[], bool]) -> None:
+    """Look closely until the last of so many files is being written, or nothing runs any more."""
+    seen: set[str] = set()
+    while len(seen) < count and running():
+        seen |= {path.name for path in incoming_files(disk)}
+
+
+def serve_and_kill(disk: Path, prompts: Sequence[Prompt], writes: int) -> tuple[list[Answer], bool]:
+    """Ask, and kill at a write of that number. Return the answers, and whether it hit a write."""
+    got: list[Answer] = []
+
+    def ask(served: Served, mine: Sequence[Prompt]) -> None:
+        with suppress(OSError, HTTPException):
+            got.extend(served.ask(prompt, NEW_TOKENS) for prompt in mine)
+
+    with started(disk) as served, ThreadPoolExecutor(CLIENTS) as clients:
+        served.wait_for_disk("ok")
+        check_books(served, disk)
+        asking = [clients.submit(ask, served, prompts[i::CLIENTS]) for i in range(CLIENTS)]
+        watch_writes(disk, writes, lambda: not all(each.done() for each in asking))
+        served.end()
+        hit = bool(incoming_files(disk))
+        for each in asking:
+            each.result()
+    return got, hit
+
+
+def test_b66_killed_while_writing(tmp_path: Path, rng: random.Random, scale: int) -> None:
+    disk = tmp_path / "kv"
+    prompts = family(rng, roots=4, branches=2, leaves=2)
+    answers: list[Answer] = []
+    hits = 0
+    kills = 3 * scale
+    for _ in range(kills):
+        # Seldom at the first write, so that each round leaves something behind.
+        asked = rng.sample(prompts, len(prompts))
+        got, hit = serve_and_kill(disk, asked, writes=rng.randint(1, 15))
+        answers += got
+        hits += hit
+        # What dies between two other calls than the one that was hit leaves something like this.
+        (disk / "incoming" / f"left-by-{len(answers)}.kvs").write_bytes(b"half of it")
+    with started(disk) as served:
+        served.wait_for_disk("ok")
+        check_books(served, disk)
+        survived = [served.ask(prompt, NEW_TOKENS) for prompt in prompts]
+        check_books(served, disk)
+        assert served.stop() == 0
+    assert sum(answer.cached["disk"] for answer in survived) > 0
+    tally = Tally()
+    for answer in [*answers, *survived]:
+        tally.check(answer.prompt, answer.tokens)
+    tally.assert_few_ties()
+    report("killed while writing", kills=kills, in_a_write=hits, answers=len(answers))
+    assert hits, "no kill came in the middle of a write"
