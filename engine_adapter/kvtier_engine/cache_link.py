@@ -256,8 +256,8 @@ class CacheLink:
     def poll(self) -> list[LoadEnded]:
         """Carry answers to the cache and plans to the worker; never waits for either."""
         self._answers += self._guarded_boundary(self._worker.poll, list[Result]())
-        if self._answers and self._guarded_boundary(self._hand_over_answers, otherwise=False):
-            self._answers.clear()
+        if self._answers:
+            self._guarded_boundary(self._hand_over_answers, None)
         for plan_id in list(self._stores):
             if self._guarded_boundary(partial(self._cache.store_done, plan_id), otherwise=False):
                 self._pool.release(self._stores.pop(plan_id))
@@ -284,9 +284,9 @@ class CacheLink:
             held.update(load.block_ids)
         return held
 
-    def _hand_over_answers(self) -> bool:
+    def _hand_over_answers(self) -> None:
         self._cache.finish(self._answers)
-        return True
+        self._answers = []
 
     def _offered(self, request: Request) -> int:
         followed = self._followed.get(request)

@@ -12,7 +12,7 @@ from kvtier_engine.block_pool import BlockPool
 from kvtier_engine.cache_link import Link
 from kvtier_engine.engine_stats import EngineCounters, EngineStats
 from kvtier_engine.output import Detokenizer, OutputState
-from kvtier_engine.request import Request, Status
+from kvtier_engine.request import Request
 from kvtier_engine.scheduler import Scheduler
 from kvtier_engine.scheduling import SchedulerConfig, Share, Step
 from kvtier_engine.types import (
@@ -155,6 +155,7 @@ class EngineCore:
         rows = zip(shares, output.sampled, output.prompt_logprobs, strict=True)
         for share, sampled, prompt_logprobs in rows:
             client = self._clients[share.request.spec.request_id]
+            assert (sampled is None) == (share.request.remaining > 0), "a token unasked or unmade"
             self._note_prompt_logprobs(share, prompt_logprobs)
             if sampled is not None:
                 self._note_token(client, sampled)
@@ -167,9 +168,7 @@ class EngineCore:
     def stats(self, error: str = "") -> EngineStats:
         """Return the counts as they stand."""
         counters, scheduled = self._counters, self._scheduler.counters
-        running, loading = (
-            self._scheduler.count(status) for status in (Status.RUNNING, Status.LOADING)
-        )
+        running, loading = self._scheduler.running_count, self._scheduler.loading_count
         return EngineStats(
             running=running,
             waiting=len(self._clients) - running - loading,

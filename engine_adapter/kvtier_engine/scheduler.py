@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 from kvtier.cache.match import Pending, Ready
 from kvtier.interfaces import Clock
 from kvtier.types import Tier
-from kvtier_engine.block_pool import BlockPool
+from kvtier_engine.block_pool import BlockPool, BlockPoolError
 from kvtier_engine.cache_link import Link, LoadEnded
 from kvtier_engine.coming import ComingBlocks
 from kvtier_engine.decisions import (
@@ -67,9 +67,15 @@ class Scheduler:
         """All requests that have not ended."""
         return [*self._running, *self._loading, *self._waiting]
 
-    def count(self, *statuses: Status) -> int:
-        """Return how many requests have one of these statuses."""
-        return sum(request.status in statuses for request in self.requests)
+    @property
+    def running_count(self) -> int:
+        """Requests that hold a row."""
+        return len(self._running)
+
+    @property
+    def loading_count(self) -> int:
+        """Requests whose load is under way."""
+        return len(self._loading)
 
     def submit(self, spec: GenerateRequest) -> Request:
         """Put a request in line. The caller has checked that it fits into the pool."""
@@ -143,7 +149,8 @@ class Scheduler:
         for request in self.requests:
             expected.update(request.block_ids)
         self._pool.check_integrity(expected)
-        assert len(self._free_rows) + len(self._running) == self._config.max_num_seqs
+        if len(self._free_rows) + len(self._running) != self._config.max_num_seqs:
+            raise BlockPoolError(f"{len(self._running)} rows in use, free: {self._free_rows}")
 
     def _serve_running(self, shares: list[Share]) -> Request | None:
         """Give each running request its tokens; return the first one that found no block."""
@@ -211,8 +218,13 @@ class Scheduler:
 
     def _has_room(self, room: int, found: list[int], request: Request) -> bool:
         """Tell whether so many blocks are to be had, taking them from parked juniors if need be."""
-        parked = [each for each in self._waiting if each.status is Status.LOADED]
-        juniors = [each for each in parked if each.rank > request.rank]
+        if self._pool.available_beside(found) >= room:
+            return True
+        juniors = [
+            each
+            for each in self._waiting
+            if each.status is Status.LOADED and each.rank > request.rank
+        ]
         reserve = sum(self._pool.releasable(each.block_ids) for each in juniors)
         if self._pool.available_beside(found) + reserve < room:
             return False

@@ -122,6 +122,8 @@ class TestIndex:
         assert found(pool, range(8), "b") == []
         assert found(pool, range(8)) == []
         assert found(pool, range(8), "a") == blocks
+        others = put(pool, range(8), "b")
+        assert found(pool, range(8), "b") == others, "nor do they stand in each other's way"
 
     def test_a_duplicate_leaves_the_first_one_to_be_found(self) -> None:
         pool = BlockPool(8, 4)
@@ -177,13 +179,14 @@ class TestIndex:
             engine.run(prompt_of(seed, 9), 4)
 
     def test_b37_equal_tokens_under_colliding_parents_are_told_apart(self) -> None:
-        """The digest of a second block says nothing when those of the first ones collide."""
+        """Second blocks with one digest and one content, under two different first blocks."""
         pool = BlockPool(8, 4, digest=lambda _, content: content[:1])
-        blocks = put(pool, [1, 1, 1, 1, 5, 5, 5, 5])
-        assert found(pool, [1, 2, 2, 2, 5, 5, 5, 5]) == []
-        other = put(pool, [1, 2, 2, 2, 5, 5, 5, 5, 6, 6, 6, 6])
-        assert found(pool, [1, 1, 1, 1, 5, 5, 5, 5, 6, 6, 6, 6]) == blocks
-        pool.check_integrity(Counter(blocks + other))
+        one, other = [1, 1, 1, 1, 5, 5, 5, 5], [2, 2, 2, 2, 5, 5, 5, 5]
+        blocks = put(pool, one)
+        others = put(pool, [*other, 6, 6, 6, 6])
+        assert found(pool, other) == others[:1]
+        assert found(pool, [*one, 6, 6, 6, 6]) == blocks
+        pool.check_integrity(Counter(blocks + others))
 
     def test_b12_after_forget_nothing_is_found(self) -> None:
         pool = BlockPool(8, 4)

@@ -285,6 +285,18 @@ class TestPreemption:
         assert stats.prompt_tokens == 20 * 9, "each prompt counts once"
         assert stats.refound_tokens > 0
 
+    def test_nobody_is_preempted_for_blocks_that_a_store_still_holds(self) -> None:
+        engine = ToyEngine(11, tiers=True, config=config_of(3, 64))
+        first, second = engine.submit(prompt_of(1, 8), 12), engine.submit(prompt_of(2, 8), 12)
+        engine.step(4)
+        engine.tiers.store_polls = 12
+        third = engine.submit(prompt_of(3, 8), 7)
+        engine.step(6)
+        assert engine.core.stats().preemptions == 1, "the second; the third's would not help"
+        engine.finish()
+        for answer in (first, second, third):
+            answer.check()
+
     def test_growing_never_takes_from_those_before_it(self) -> None:
         engine = ToyEngine(6, config=config_of(3, 64))
         answers = [engine.submit(prompt_of(i, 8), 9) for i in range(3)]
@@ -323,6 +335,20 @@ class TestLoads:
         engine.finish()
         assert order_of_last_tokens(engine, [urgent, parked])
         for answer in (parked, urgent):
+            answer.check()
+
+    def test_no_more_loads_are_given_up_than_needed(self) -> None:
+        engine = ToyEngine(12, tiers=True, config=config_of(4, 64))
+        for seed in (1, 2):
+            engine.run(prompt_of(seed, 13), 3)
+        engine.core.forget_prefixes()
+        engine.tiers.load_polls = 10
+        parked = [engine.submit(prompt_of(seed, 13), 3) for seed in (1, 2)]
+        engine.step()
+        urgent = engine.submit(prompt_of(3, 29), 3, priority=-1)
+        engine.finish()
+        assert engine.core.stats().loads_given_up == 1
+        for answer in (*parked, urgent):
             answer.check()
 
     def test_a_loaded_request_gets_its_row_from_one_behind_it(self) -> None:
