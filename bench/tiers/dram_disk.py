@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+# torch asks at its first allocation: pools in huge pages, like the tiers and the engine's own.
+os.environ["THP_MEM_ALLOC_ENABLE"] = "1"
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -42,7 +44,7 @@ from kvtier import (
     Tier,
 )
 from kvtier.constants import MIB
-from kvtier.testing.pools import TorchPool
+from kvtier.testing.pools import Arrangement, TorchPool
 from kvtier.types import Part
 
 CHUNK = 256
@@ -57,8 +59,8 @@ class Bench:
         self.namespace = Namespace("0" * 64, KVLayout((self.group,)))
         self.chunks = chunks
         blocks = chunks * CHUNK // BLOCK
-        self.source = TorchPool([self.group], block_count=blocks)
-        self.target = TorchPool([self.group], block_count=blocks)
+        self.source = TorchPool([self.group], block_count=blocks, arrangement=Arrangement.STACKED)
+        self.target = TorchPool([self.group], block_count=blocks, arrangement=Arrangement.STACKED)
         generator = torch.Generator().manual_seed(7)
         for layer in range(layers):
             for part in Part:

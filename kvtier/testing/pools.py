@@ -20,13 +20,15 @@ class Arrangement(StrEnum):
     ``head_major``: part, head, block, token, dim (a head's tokens of neighbouring blocks touch).
     ``token_major``: part, block, token, head, dim. ``block_major``: part, block, head, token, dim.
     ``packed``: block, head, token, then K's and V's dims in one row, so that no row touches the
-    next one of its part.
+    next one of its part. ``stacked``: as ``head_major``, but all layers of a group lie in one
+    allocation, evenly spaced, as in the bundled engine; elsewhere each has its own.
     """
 
     HEAD_MAJOR = "head_major"
     TOKEN_MAJOR = "token_major"  # noqa: S105
     BLOCK_MAJOR = "block_major"
     PACKED = "packed"
+    STACKED = "stacked"
 
 
 _ORDERS: Final = {
@@ -34,6 +36,7 @@ _ORDERS: Final = {
     Arrangement.TOKEN_MAJOR: "bth",
     Arrangement.BLOCK_MAJOR: "bht",
     Arrangement.PACKED: "bht",
+    Arrangement.STACKED: "hbt",
 }
 
 
@@ -60,6 +63,9 @@ class TorchPool:
         self._memory: list[torch.Tensor] = []
         self._views: dict[tuple[int, int, Part], torch.Tensor] = {}
         for group_index, group in enumerate(groups):
+            if arrangement is Arrangement.STACKED:
+                self._add_stack(group_index, group)
+                continue
             for layer in range(len(group.layers)):
                 self._add_layer(group_index, layer, group)
         self.poison()
@@ -134,16 +140,43 @@ class TorchPool:
             if dim:
                 self._views[group_index, layer, part] = self._allocate(group, dim)
 
+    def _add_stack(self, group_index: int, group: KVGroup) -> None:
+        import torch
+
+        dims = {Part.K: group.k_dim, Part.V: group.v_dim}
+        layer_bytes = self._plane_bytes(group, group.k_dim + group.v_dim)
+        nbytes = layer_bytes * len(group.layers)
+        stack = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self._memory.append(stack)
+        start = 0
+        for layer in range(len(group.layers)):
+            for part, dim in dims.items():
+                if dim:
+                    end = start + self._plane_bytes(group, dim)
+                    self._views[group_index, layer, part] = self._shape(
+                        stack[start:end], group, dim
+                    )
+                    start = end
+
     def _allocate(self, group: KVGroup, dim: int) -> torch.Tensor:
-        """One tensor ``[block, token, head, dim]`` over memory in the pool's arrangement."""
+        """One tensor ``[block, token, head, dim]`` over memory of its own."""
+        import torch
+
+        nbytes = self._plane_bytes(group, dim)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self._memory.append(memory)
+        return self._shape(memory, group, dim)
+
+    def _plane_bytes(self, group: KVGroup, dim: int) -> int:
+        rows = self._block_count * self._block_tokens * group.kv_heads
+        return rows * dim * DTYPE_BYTES[group.dtype]
+
+    def _shape(self, memory: torch.Tensor, group: KVGroup, dim: int) -> torch.Tensor:
+        """View bytes, which lie in the pool's arrangement, as ``[block, token, head, dim]``."""
         import torch
 
         sizes = {"b": self._block_count, "t": self._block_tokens, "h": group.kv_heads}
         order = _ORDERS[self._arrangement]
-        nbytes = self._block_count * self._block_tokens * group.kv_heads * dim
-        nbytes *= DTYPE_BYTES[group.dtype]
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        self._memory.append(memory)
         dtype: torch.dtype = getattr(torch, group.dtype)
         shaped = memory.view(dtype).view(*(sizes[axis] for axis in order), dim)
         return shaped.permute(*(order.index(axis) for axis in "bth"), 3)

@@ -38,27 +38,34 @@ class Case:
     order: str
     span: raw.Span
     seed: int
+    stacked: bool = False
 
     def views(self, device: str, *, poisoned: bool = False) -> list[raw.LayerViews]:
-        """The pool's layers in this case's physical order, random bytes or poison."""
-        generator = torch.Generator().manual_seed(self.seed)
-        sizes = {"b": self.block_count, "t": self.block_tokens, "h": self.pool_heads}
+        """The pool's layers in this case's physical order, random bytes or poison.
 
-        def view(dim: int) -> torch.Tensor | None:
-            if dim == 0:
-                return None
-            shape = [*(sizes[axis] for axis in self.order), dim * self.dtype.itemsize]
-            data = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-            data = torch.full_like(data, POISON) if poisoned else data
-            typed = data.to(device).view(self.dtype)
+        ``stacked`` layers lie in one allocation, evenly spaced; else each K and V has its own.
+        """
+        plane = self.block_count * self.block_tokens * self.pool_heads * self.dtype.itemsize
+        ends = [plane * self.k_dim, plane * (self.k_dim + self.v_dim)]
+        generator = torch.Generator().manual_seed(self.seed)
+        memory = torch.randint(0, 256, (self.layers, ends[1]), generator=generator)
+        memory = torch.full_like(memory, POISON) if poisoned else memory
+        memory = memory.to(torch.uint8).to(device)
+        sizes = {"b": self.block_count, "t": self.block_tokens, "h": self.pool_heads}
+        shape = [sizes[axis] for axis in self.order]
+
+        def view(data: torch.Tensor, dim: int) -> torch.Tensor:
+            data = data if self.stacked else data.clone()
+            typed = data.view(self.dtype).view(*shape, dim)
             return typed.permute(*(self.order.index(axis) for axis in "bth"), 3)
 
-        views: list[raw.LayerViews] = []
-        for _ in range(self.layers):
-            k_view, v_view = view(self.k_dim), view(self.v_dim)
-            assert k_view is not None
-            views.append((k_view, v_view))
-        return views
+        return [
+            (
+                view(row[: ends[0]], self.k_dim),
+                view(row[ends[0] :], self.v_dim) if self.v_dim else None,
+            )
+            for row in memory
+        ]
 
     @property
     def section_bytes(self) -> int:
@@ -95,13 +102,15 @@ def cases(draw: st.DrawFn) -> Case:
         dtype=draw(st.sampled_from(DTYPES)),
         layers=draw(st.integers(1, 3)),
         pool_heads=pool_heads,
-        k_dim=draw(st.integers(1, 9)),
-        v_dim=draw(st.integers(0, 9)),
+        k_dim=(k_dim := draw(st.integers(1, 9))),
+        # As wide as K, as it mostly is, or anything else.
+        v_dim=draw(st.one_of(st.just(k_dim), st.integers(0, 9))),
         block_tokens=block_tokens,
         block_count=block_count,
         order=draw(st.sampled_from(ORDERS)),
         span=span,
         seed=draw(st.integers(0, 2**16)),
+        stacked=draw(st.booleans()),
     )
 
 

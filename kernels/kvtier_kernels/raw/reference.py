@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+# The dimension of blocks in a run's view: ``[layer, part, head, block, token, dim]``.
+_BLOCKS: Final = 3
+
 # Starting a strided copy costs about as much as an indexed copy pays for this many blocks.
 _RUN_BLOCKS_MIN: Final = 4
 
@@ -60,11 +63,15 @@ class _Schedule:
     indexed: _Indexed | None
 
 
-class _Pair(NamedTuple):
-    """One layer's K or V: its view of the pool and its section, both as integers.
+class _Planes(NamedTuple):
+    """Planes that move together: their view of the pool and their section, both as integers.
 
-    ``plane_start`` is where the span's first row of its first head lies in the section, in
-    elements; ``head_step`` is how far the same row of the next head is.
+    ``view`` is the first plane's layer, ``[block, token, head, dim]``. Where all of a section's
+    layers lie evenly spaced in one allocation, one of these stands for all of its planes, and
+    they move in one copy; else each layer's K and V has its own. ``pool_steps`` and
+    ``plane_steps`` lead from a layer and from a part to the next, in elements, as ``counts`` says
+    how many there are. ``plane_start`` is where the first head's first row lies in the section,
+    ``head_step`` how far the same row of the next head is.
     """
 
     view: torch.Tensor
@@ -73,23 +80,32 @@ class _Pair(NamedTuple):
     head_count: int
     plane_start: int
     head_step: int
+    counts: tuple[int, int] = (1, 1)
+    pool_steps: tuple[int, int] = (0, 0)
+    plane_steps: tuple[int, int] = (0, 0)
 
     def pool_rows(self, run: _Run) -> torch.Tensor:
-        """The run in the pool: ``[head, block, token, dim]``."""
+        """The run in the pool: ``[layer, part, head, block, token, dim]``."""
         block_step, token_step, head_step, _ = self.view.stride()
         first = run.block * block_step + run.token * token_step + self.pool_head * head_step
         return self.view.as_strided(
-            (self.head_count, run.block_count, run.token_count, self.view.shape[3]),
-            (head_step, block_step, token_step, 1),
+            (
+                *self.counts,
+                self.head_count,
+                run.block_count,
+                run.token_count,
+                self.view.shape[3],
+            ),
+            (*self.pool_steps, head_step, block_step, token_step, 1),
             self.view.storage_offset() + first,
         )
 
     def plane_rows(self, run: _Run) -> torch.Tensor:
-        """The run in the section: ``[head, block, token, dim]``."""
+        """The run in the section: ``[layer, part, head, block, token, dim]``."""
         dim = self.view.shape[3]
         return self.section.as_strided(
-            (self.head_count, run.block_count, run.token_count, dim),
-            (self.head_step, run.token_count * dim, dim, 1),
+            (*self.counts, self.head_count, run.block_count, run.token_count, dim),
+            (*self.plane_steps, self.head_step, run.token_count * dim, dim, 1),
             self.plane_start + run.row * dim,
         )
 
@@ -104,26 +120,26 @@ def pack(layers: Sequence[LayerViews], span: Span, section: torch.Tensor) -> Non
         section.copy_(staging)
         return
     schedule = _schedule(layers, span)
-    for pair in _pairs(layers, span, section):
+    for planes in _planes(layers, span, section):
         for run in schedule.runs:
-            pair.plane_rows(run).copy_(pair.pool_rows(run))
+            planes.plane_rows(run).copy_(planes.pool_rows(run))
         if schedule.indexed is not None:
-            source, target = _indexed_rows(pair, schedule.indexed)
+            source, target = _indexed_rows(planes, schedule.indexed)
             if target.device == source.device:
-                torch.index_select(source, 1, schedule.indexed.ids, out=target)
+                torch.index_select(source, _BLOCKS, schedule.indexed.ids, out=target)
             else:
-                target.copy_(source.index_select(1, schedule.indexed.ids))
+                target.copy_(source.index_select(_BLOCKS, schedule.indexed.ids))
 
 
 def unpack(section: torch.Tensor, layers: Sequence[LayerViews], span: Span) -> None:
     """Copy the span's rows from ``section`` into the pool: the inverse of ``pack``."""
     schedule = _schedule(layers, span)
-    for pair in _pairs(layers, span, section.to(layers[0][0].device)):
+    for planes in _planes(layers, span, section.to(layers[0][0].device)):
         for run in schedule.runs:
-            pair.pool_rows(run).copy_(pair.plane_rows(run))
+            planes.pool_rows(run).copy_(planes.plane_rows(run))
         if schedule.indexed is not None:
-            target, source = _indexed_rows(pair, schedule.indexed)
-            target.index_copy_(1, schedule.indexed.ids, source)
+            target, source = _indexed_rows(planes, schedule.indexed)
+            target.index_copy_(_BLOCKS, schedule.indexed.ids, source)
 
 
 @contextmanager
@@ -177,28 +193,66 @@ def _consecutive(blocks: Sequence[int], row: int, block_tokens: int) -> list[_Ru
     return runs
 
 
-def _pairs(layers: Sequence[LayerViews], span: Span, section: torch.Tensor) -> Iterator[_Pair]:
+def _planes(layers: Sequence[LayerViews], span: Span, section: torch.Tensor) -> Iterator[_Planes]:
     integer = _INTEGERS[layers[0][0].element_size()]
     elements = section.view(integer)
     plane_start = int(elements.storage_offset())
+    pool_steps = _even_steps(layers)
     for layer in layers:
         parts = [part for part in layer if part is not None]
         head_step = span.tokens * sum(part.shape[3] for part in parts)
+        layer_step = span.kv_heads * head_step
         for part in parts:
             dim = part.shape[3]
             first = plane_start + span.head_start * head_step + span.token_start * dim
             view = part.view(integer)
-            yield _Pair(view, elements, span.pool_head_start, span.head_count, first, head_step)
+            planes = _Planes(
+                view, elements, span.pool_head_start, span.head_count, first, head_step
+            )
+            if pool_steps is not None:
+                yield planes._replace(
+                    counts=(len(layers), len(parts)),
+                    pool_steps=pool_steps,
+                    plane_steps=(layer_step, span.tokens * dim),
+                )
+                return
+            yield planes
             plane_start += span.tokens * dim
-        plane_start += (span.kv_heads - 1) * head_step
+        plane_start += layer_step - head_step
 
 
-def _indexed_rows(pair: _Pair, indexed: _Indexed) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pool's blocks and the plane's, ``[head, block, token, dim]`` or with the last two as one.
-
-    One dimension where a head's tokens of one block touch: a copy per block, not one per token.
+def _even_steps(layers: Sequence[LayerViews]) -> tuple[int, int] | None:
+    """How many elements lead from a layer to the next and from K to V, where that is the same
+    for all of them, and all are of one shape in one allocation; else None.
     """
-    pool, plane = pair.pool_rows(indexed.pool), pair.plane_rows(indexed.plane)
-    if pool.stride(2) == pool.shape[3]:
-        return pool.flatten(2), plane.flatten(2)
+    first = layers[0][0]
+    parts = [part for layer in layers for part in layer if part is not None]
+    storage = first.untyped_storage().data_ptr()
+    if any(
+        part.untyped_storage().data_ptr() != storage
+        or part.shape != first.shape
+        or part.stride() != first.stride()
+        for part in parts
+    ):
+        return None
+    offsets = [int(part.storage_offset()) for part in parts]
+    width = len(parts) // len(layers)
+    assert width * len(layers) == len(parts), "some layers have a V, some have none"
+    part_step = offsets[1] - offsets[0] if width == 2 else 0
+    layer_step = offsets[width] - offsets[0] if len(layers) > 1 else 0
+    even = all(
+        offset == offsets[0] + index // width * layer_step + index % width * part_step
+        for index, offset in enumerate(offsets)
+    )
+    # torch's views step forwards only.
+    return (layer_step, part_step) if even and min(layer_step, part_step) >= 0 else None
+
+
+def _indexed_rows(planes: _Planes, indexed: _Indexed) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pool's blocks and the planes': ``[layer, part, head, block, token, dim]``, or with the
+    last two as one where a head's tokens of one block touch: a copy per block, not per token.
+    """
+    pool, plane = planes.pool_rows(indexed.pool), planes.plane_rows(indexed.plane)
+    if pool.stride(4) == pool.shape[5]:
+        return pool.flatten(4), plane.flatten(4)
     return pool, plane
