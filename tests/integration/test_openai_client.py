@@ -10,7 +10,7 @@ import pytest
 from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletionMessageParam
 
-from tests.lib.serve_process import Served, serving
+from tests.lib.server import Served, serving
 
 MODEL = "smollm2-135m"
 QUESTION: list[ChatCompletionMessageParam] = [
@@ -26,7 +26,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     arguments = [f"--disk={disk}", "--chunk-tokens=64", "--dram=256MiB", "--api-key=sesame"]
     with serving(*arguments) as server:
         yield server
-        assert server.stop()[0] == 0
+        assert server.stop() == 0
 
 
 @pytest.fixture
