@@ -1,7 +1,7 @@
 """A Llama small enough to write to disk in a test, and what it must compute, spelled out.
 
 ``reference_logits`` is the oracle: whole sequences, double precision, no cache, one loop per head.
-It shares nothing with the engine.
+That shares nothing with the engine.
 """
 
 from __future__ import annotations
@@ -15,6 +15,11 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
+
+from kvtier_engine.attention.paged import plan_attention
+from kvtier_engine.kv_pool import KVPool
+from kvtier_engine.types import RowStep
+from kvtier_engine.weights.load import LoadedModel, kv_layout
 
 Tensors = dict[str, torch.Tensor]
 
@@ -150,6 +155,20 @@ def reference_tokens(
     for _ in range(count):
         ids.append(int(reference_logits(config, tensors, ids)[-1].argmax()))
     return ids[len(prompt) :]
+
+
+def assert_computes(loaded: LoadedModel, config: dict[str, Any], tensors: Tensors) -> None:
+    """Check that a loaded model's logits are the reference's."""
+    ids = [(index * 37 + 11) % 251 for index in range(40)]
+    layout = kv_layout(loaded.config, loaded.dtype)
+    pool = KVPool(layout, block_tokens=16, capacity_bytes=1 << 20)
+    row = RowStep(0, tuple(ids), 0, (tuple(range(8)),), sample=True)
+    plan = plan_attention([row], pool)
+    with torch.inference_mode():
+        hidden = loaded.model.forward(torch.tensor(ids), torch.arange(len(ids)), plan, pool)
+        logits = loaded.model.logits(hidden)
+    expected = reference_logits(config, tensors, ids).float()
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def _linear(weights: Tensors, name: str, inputs: torch.Tensor) -> torch.Tensor:

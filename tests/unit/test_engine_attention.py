@@ -17,6 +17,9 @@ from kvtier_engine.types import RowStep
 
 KV_HEADS, DIM, BLOCK, LAYERS = 2, 8, 4, 2
 
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
+
 
 def layout(dtype: str = "float32", kind: GroupKind = GroupKind.FULL, v_dim: int = DIM) -> KVLayout:
     window = 8 if kind is GroupKind.WINDOW else 0
@@ -24,9 +27,10 @@ def layout(dtype: str = "float32", kind: GroupKind = GroupKind.FULL, v_dim: int 
     return KVLayout(groups=(group,), chunk_tokens=16)
 
 
-def make_pool(blocks: int) -> KVPool:
+def make_pool(blocks: int, device: str = "cpu") -> KVPool:
     block_bytes = LAYERS * 2 * KV_HEADS * BLOCK * DIM * 4
-    return KVPool(layout(), block_tokens=BLOCK, capacity_bytes=blocks * block_bytes)
+    capacity = blocks * block_bytes
+    return KVPool(layout(), block_tokens=BLOCK, capacity_bytes=capacity, device=device)
 
 
 def plain_attention(
@@ -49,9 +53,15 @@ def plain_attention(
 class Case:
     """Rows of ``(history, count, scattered)`` in one step, over a pool full of NaN."""
 
-    def __init__(self, rows: list[tuple[int, int, bool]], group: int, rng: random.Random) -> None:
+    def __init__(
+        self,
+        rows: list[tuple[int, int, bool]],
+        group: int,
+        rng: random.Random,
+        device: str = "cpu",
+    ) -> None:
         needed = [-(-(history + count) // BLOCK) for history, count, _ in rows]
-        self.pool = make_pool(sum(needed) + 3)
+        self.pool = make_pool(sum(needed) + 3, device)
         for index in range(LAYERS):
             self.pool.layer(index).fill_(float("nan"))
         free = list(range(self.pool.block_count))
@@ -83,8 +93,9 @@ class Case:
             for step, keys, values in zip(self.steps, self.keys, self.values, strict=True)
         ]
         memory = self.pool.layer(layer)
-        write_kv(memory, torch.cat(new), plan)
-        output = attend(memory, torch.cat(self.queries), plan, DIM**-0.5)
+        write_kv(memory, torch.cat(new).to(self.pool.device), plan)
+        queries = torch.cat(self.queries).to(self.pool.device)
+        output = attend(memory, queries, plan, DIM**-0.5).cpu()
         ends = [part.token_start + part.count for part in plan.rows]
         return [
             output[end - len(step.token_ids) : end]
@@ -98,6 +109,7 @@ class Case:
         ]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize(
     "rows",
@@ -114,9 +126,9 @@ class Case:
     ids=str,
 )
 def test_attention_equals_plain_softmax(
-    rows: list[tuple[int, int, bool]], group: int, rng: random.Random
+    rows: list[tuple[int, int, bool]], group: int, rng: random.Random, device: str
 ) -> None:
-    case = Case(rows, group, rng)
+    case = Case(rows, group, rng, device)
     for got, expected in zip(case.run(1), case.expected(), strict=True):
         torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
 

@@ -28,10 +28,13 @@ CONFIG = tiny_config()
 TENSORS = tiny_tensors(CONFIG)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=needs_cuda)])
+def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> LoadedModel:
     folder = write_folder(tmp_path_factory.mktemp("tiny"), CONFIG, TENSORS)
-    return load_model(str(folder), weights_id="tiny")
+    return load_model(str(folder), weights_id="tiny", device=request.param)
 
 
 @dataclass
@@ -53,7 +56,8 @@ class Bench:
 
     def __init__(self, model: LoadedModel, rng: random.Random, max_rows: int = 8) -> None:
         layout = kv_layout(model.config, model.dtype, chunk_tokens=2 * BLOCK)
-        self.pool = KVPool(layout, block_tokens=BLOCK, capacity_bytes=4 << 20)
+        device = str(model.model.device)
+        self.pool = KVPool(layout, block_tokens=BLOCK, capacity_bytes=4 << 20, device=device)
         for index in range(len(layout.groups[0].layers)):
             self.pool.layer(index).fill_(float("nan"))
         self.runner = ModelRunner(model, self.pool, max_rows=max_rows)

@@ -296,6 +296,8 @@ def test_bias_moves_its_tokens_and_no_others() -> None:
     logits = torch.zeros(VOCAB)
     bias = ((7, 5.0), (9, 6.0), (9, -2.0))
     assert draw(logits, 1, temperature=0.0, logit_bias=bias) == [7]
+    logits[9] = 1.5  # the bias comes on top of it
+    assert draw(logits, 1, temperature=0.0, logit_bias=bias) == [9]
     assert 7 not in draw(logits, 300, logit_bias=((7, -100.0),))
 
 

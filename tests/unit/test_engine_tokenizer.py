@@ -202,6 +202,8 @@ def test_templates_have_what_model_authors_use() -> None:
     assert with_template(template).render_chat(messages, tools=[{"a": 1}]) == (
         '"<é0>""<é1>"</s>[\n {\n  "a": 1\n }\n]'
     )
+    lines = "  {% if true %}\nx\n  {% endif %}\ny"
+    assert with_template(lines).render_chat([]) == "x\ny"
     year = with_template("{{ strftime_now('%Y') }}").render_chat([])
     assert int(year) > 2000
 
