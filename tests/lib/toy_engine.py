@@ -189,6 +189,11 @@ class ToyEngine:
         answer.check()
         return answer
 
+    def lose_hbm(self) -> None:
+        """Lose everything in HBM, as other traffic would do it in time."""
+        self.core.forget_prefixes()
+        self.memory.poison()
+
     def check_idle(self) -> None:
         """Nothing held, nothing leaked: all blocks are free or can be found."""
         self.core.check_integrity()

@@ -15,17 +15,12 @@ from kvtier_engine.scheduling import SchedulerConfig
 from tests.lib.toy_engine import BLOCK, ToyEngine, prompt_of
 
 
-def evict_pool(engine: ToyEngine) -> None:
-    engine.core.forget_prefixes()
-    engine.memory.poison()
-
-
 class TestStores:
     def test_b49_everything_that_was_computed_can_be_found_again(self) -> None:
         engine = ToyEngine(tiers=True, config=SchedulerConfig(max_num_batched_tokens=16))
         engine.run(prompt_of(1, 32), 1)
         assert len(engine.tiers.chunks) == 8
-        evict_pool(engine)
+        engine.lose_hbm()
         assert engine.run(prompt_of(1, 32)).cached == 28, "all but the block of the last token"
 
     def test_b127_every_step_of_a_long_prefill_is_stored(self) -> None:
@@ -44,7 +39,7 @@ class TestStores:
         assert len(engine.tiers.chunks) == 1, "8 tokens are computed"
         engine.finish()
         assert len(engine.tiers.chunks) == 2, "16 of 17 tokens: the last one's KV is not there"
-        evict_pool(engine)
+        engine.lose_hbm()
         answer = engine.run([*prompt_of(1, 6), *first.tokens], 2)
         assert answer.usage.cached_by_tier == {Tier.DRAM: 16}
 
@@ -87,7 +82,7 @@ class TestLoads:
         engine = ToyEngine(tiers=True)
         engine.tiers.tier = Tier.DISK
         engine.run(prompt_of(1, 17), 1)
-        evict_pool(engine)
+        engine.lose_hbm()
         engine.run(prompt_of(1, 9), 1)
         answer = engine.run(prompt_of(1, 9) + prompt_of(1, 17)[9:], 1)
         assert answer.usage.cached_by_tier == {Tier.HBM: 8}
@@ -99,7 +94,7 @@ class TestLoads:
         """Block 4, chunk 8: the pool has 4 tokens of a chunk, the tiers all 8."""
         engine = ToyEngine(tiers=True, chunk_tokens=8)
         engine.run(prompt_of(1, 14), 1)
-        evict_pool(engine)
+        engine.lose_hbm()
         engine.run([*prompt_of(1, 14)[:4], 7], 1)
         shared = engine.runner.steps[-1].rows[0].block_ids[0][0]
         before = engine.runner.context([shared], BLOCK)
@@ -125,12 +120,12 @@ class TestLoads:
         for step_s in (0.0, 0.01, 10.0, 10.0):
             engine.runner.on_step = partial(engine.clock.advance, step_s)
             engine.run(prompt_of(1, 101), 1)
-            evict_pool(engine)
+            engine.lose_hbm()
             engine.submit(prompt_of(1, 101), 1)
             engine.step()
             deadlines.append((engine.tiers.deadlines[-1] or 0.0) - engine.clock.now())
             engine.finish()
-            evict_pool(engine)
+            engine.lose_hbm()
             engine.tiers.chunks.clear()
         assert deadlines[:2] == pytest.approx([0.25, 0.25])
         assert deadlines[2:] == pytest.approx([2.0, 3.6], rel=0.05)
@@ -147,7 +142,7 @@ class TestLoads:
     def test_b161_a_lookup_is_counted_when_the_request_is_admitted(self) -> None:
         engine = ToyEngine(tiers=True)
         engine.run(prompt_of(1, 9), 1)
-        evict_pool(engine)
+        engine.lose_hbm()
         engine.tiers.admissions.clear()
         engine.tiers.pending_lookups = 5
         answer = engine.submit(prompt_of(1, 9), 1)
@@ -187,7 +182,7 @@ class TestFaults:
     ) -> None:
         engine = ToyEngine(tiers=True)
         engine.run(prompt_of(1, 9))
-        evict_pool(engine)
+        engine.lose_hbm()
         engine.tiers.broken.add(method)
         answer = engine.submit(prompt_of(1, 13))
         engine.step(30)
@@ -201,7 +196,7 @@ class TestFaults:
     def test_blocks_of_a_broken_load_stay_out_of_use_until_it_ends(self) -> None:
         engine = ToyEngine(8, tiers=True)
         engine.run(prompt_of(1, 13), 1)
-        evict_pool(engine)
+        engine.lose_hbm()
         engine.tiers.load_polls = 20
         answer = engine.submit(prompt_of(1, 13), 3)
         engine.step()
