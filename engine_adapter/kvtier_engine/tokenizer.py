@@ -60,11 +60,6 @@ class Tokenizer:
         token = self._special_tokens.get("bos_token")
         return None if token is None else self.token_id(token)
 
-    @property
-    def tokenizer_json(self) -> str:
-        """The tokenizer in the format of ``tokenizer.json``."""
-        return str(self._raw.to_str())
-
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its text in the vocabulary, or None."""
         index: int | None = self._raw.token_to_id(token)
