@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,12 +19,16 @@ from kvtier_engine.settings import load_settings
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_SETTINGS = 2
+EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 _SETTINGS_ERRORS = (ConfigError, MissingExtraError, RegistryError)
 
 
 def run() -> int:
-    """Be the program. Returns the exit code: 0 ended, 1 could not serve, 2 settings at fault."""
+    """Be the program. Returns the exit code: 0 ended, 1 could not serve, 2 settings at fault.
+
+    130 is for an interrupt before it served: later, a signal is an order to end.
+    """
     arguments = sys.argv[1:]
     if "--help" in arguments or "-h" in arguments:
         sys.stdout.write(usage() + "\n")
@@ -40,6 +45,9 @@ def run() -> int:
     except OSError as error:
         _say(f"kvtier-serve: {error}")
         return EXIT_FAILED
+    except KeyboardInterrupt:
+        _say("kvtier-serve: interrupted")
+        return EXIT_INTERRUPTED
 
 
 def serve(arguments: Sequence[str]) -> int:
@@ -48,6 +56,8 @@ def serve(arguments: Sequence[str]) -> int:
     config = settings.config
     with _bound(config.host, config.port) as listener:
         _say(f"kvtier-serve: loading {config.model}")
+        # Idle OpenMP threads sleep instead of spinning: the copies beside them need the cores.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         # Takes seconds, and the model more: a bad setting or a taken port is told before.
         try:
             from kvtier_engine.program import run_server

@@ -16,7 +16,7 @@ import pytest
 
 from kvtier_engine.api.limits import DRAIN_DEADLINE_S
 from kvtier_engine.options import BY_NAME
-from tests.lib.server import Served, refused, serving
+from tests.lib.server import PROGRAM, Served, refused, serving, starting
 from tests.lib.tiny_llama import tiny_config, tiny_tensors, write_folder
 
 LONG = {"prompt": [1, 2, 3], "ignore_eos": True, "max_tokens": 30_000}
@@ -121,6 +121,20 @@ class Stream:
     def join(self) -> list[str]:
         self._thread.join()
         return self.lines
+
+
+def test_an_interrupt_before_it_serves_is_no_traceback(folder: Path) -> None:
+    with starting(*options(folder, "--no-cache")) as served:
+        served.wait_for_line("kvtier-serve: loading ")
+        assert served.stop(signal.SIGINT) == 128 + signal.SIGINT
+        assert served.log[1:] == ["kvtier-serve: interrupted"]
+
+
+def test_the_doctor_looks_at_this_machine(tmp_path: Path) -> None:
+    command = [str(PROGRAM.with_name("kvtier")), "doctor", f"--path={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "disk tier" in done.stdout
 
 
 def test_a_signal_lets_running_requests_end(folder: Path) -> None:

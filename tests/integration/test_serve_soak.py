@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
-
 from kvtier.constants import MIB
 from tests.lib.disk_folder import bytes_below, shard_files
 from tests.lib.process_figures import figures
@@ -77,7 +75,6 @@ def check_books(metrics: Metrics, disk: Path) -> None:
     assert bytes_below(disk / "shards") == metrics[series("tier_used_bytes", tier="disk")]
 
 
-@pytest.mark.soak
 def test_many_clients_of_which_some_leave(tmp_path: Path, rng: random.Random, scale: int) -> None:
     clients, seconds = (12, 5.0) if scale == 1 else (32, 3.0 * scale)
     disk = tmp_path / "kv"

@@ -205,12 +205,12 @@ class Served:
 
 
 @contextmanager
-def serving(
+def starting(
     *arguments: str | Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[Served]:
-    """Start the program on a free port; yield once it serves; kill it if it still runs after.
+    """Start the program on a free port and yield at once; kill it if it still runs after.
 
-    Fails when the server has logged a traceback: no fault that a test makes is unexpected.
+    Fails when it has logged a traceback: no fault that a test makes is unexpected.
     """
     process = subprocess.Popen(
         [PROGRAM, "--port=0", *arguments],
@@ -223,11 +223,20 @@ def serving(
     )
     served = Served(process)
     try:
-        served.wait_for_line("  curl ")
         yield served
     finally:
         served.end()
     assert not any("Traceback" in line for line in served.log), "\n".join(served.log)
+
+
+@contextmanager
+def serving(
+    *arguments: str | Path, environment: Mapping[str, str] | None = None
+) -> Iterator[Served]:
+    """As ``starting``, and yield once it serves."""
+    with starting(*arguments, environment=environment) as served:
+        served.wait_for_line("  curl ")
+        yield served
 
 
 def refused(*arguments: str) -> subprocess.CompletedProcess[str]:
