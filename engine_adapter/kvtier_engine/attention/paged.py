@@ -22,7 +22,6 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 
 from kvtier_engine.kv_pool import KVPool
 from kvtier_engine.types import RowStep
@@ -143,6 +142,9 @@ def _attend_chunk(
     elif queries.device.type == "cpu":
         mixed = _merge_history(by_head, keys, values, history, scale)
     else:
+        # Costs seconds to import, and no CPU needs it.
+        from torch.nn.attention.bias import causal_lower_right
+
         mask = causal_lower_right(queries.shape[0], keys.shape[2])
         mixed = functional.scaled_dot_product_attention(by_head, keys, values, mask, scale=scale)
     return mixed.permute(2, 0, 1, 3)
