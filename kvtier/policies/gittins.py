@@ -13,6 +13,7 @@ of the blocks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from heapq import heappop, heappush
 from math import floor, inf, log2, nan, nextafter
 from typing import Final
 
@@ -27,8 +28,9 @@ GHOSTS_MIN: Final = 65_536
 # Index tables are computed anew after this many accesses, more often at the start.
 _LEARN_ACCESSES_FIRST: Final = 256
 _LEARN_ACCESSES: Final = 4096
-# One ranking of the bins serves until this share of the held blocks has left.
+# A ranking of the bins by age serves until this share of the held blocks has left.
 _RANKING_SHARE: Final = 512
+_NEW_BINS_MAX: Final = 4096
 
 # Kind of a block: (accesses - 1) * _PER_COUNT + code * 2 + shared, with code = turn * 3 + hint.
 _TURNS: Final = (0, 1, 2, 3, 3, 3, 4)
@@ -66,7 +68,8 @@ class Gittins:
         self._bucket_for = nan
         self._bucket = 0
         self._scores: dict[int, float] = {}
-        self._ranking: list[int] = []
+        # A heap of scores and bins, for the ages at some instant not long ago.
+        self._ranking: list[tuple[float, int]] = []
         self._ranking_left = 0
         # The path that is being accessed at this instant, and by level and kind its groups, each
         # with the topmost row.
@@ -166,12 +169,15 @@ class Gittins:
             groups.now = nextafter(groups.now, inf)
         self._bucket_for = nan
         self._end_path()
+        if self._ranking_left <= 0 or len(groups.new_bins) > _NEW_BINS_MAX:
+            self._ranking.clear()
+            groups.new_bins.clear()  # The next ranking looks at all bins.
         if self._accesses >= self._learn_at:
             self._times.learn(self._accesses)
             self._accesses = 0
             self._learn_at = min(2 * self._learn_at, _LEARN_ACCESSES)
             self._scores.clear()
-            self._ranking_left = 0
+            self._ranking.clear()
 
     def _access(self, row: int, code: int) -> None:
         """Count an access, or give the one of this instant other features; move to its group."""
@@ -259,27 +265,30 @@ class Gittins:
         limit = self.capacity_bytes - entry.nbytes
         leaving: list[int] = []
         groups.begin()
+        ranked_at = NONE
         while self.used_bytes > limit:
-            ranks_anew = self._ranking_left <= 0 or not self._ranking
-            if ranks_anew:
+            if not self._ranking:
+                if ranked_at == len(leaving):
+                    break  # Nothing more may leave.
+                ranked_at = len(leaving)
                 self._rank()
-            count = len(leaving)
-            while self._ranking and not self._drain(self._ranking[-1], guard, limit, leaving):
-                self._ranking.pop()
-            if ranks_anew and len(leaving) == count:
-                break
+            self._rank_new_bins()
+            if self._ranking and not self._drain(self._ranking[0][1], guard, limit, leaving):
+                heappop(self._ranking)
+        self._ranking_left -= len(leaving)
         if self.used_bytes <= limit:
             groups.commit()
             return leaving
         groups.roll_back()
+        groups.new_bins.clear()
+        self._ranking.clear()
         self.used_bytes = used_before
-        self._ranking_left = 0
         return None
 
     def _drain(self, where: int, guard: int, limit: int, leaving: list[int]) -> bool:
-        """Take rows from a bin's groups until ``limit`` holds. False: the bin has no more.
+        """Take rows from a bin's groups until ``limit`` holds or there is another bin to look at.
 
-        ``guard`` stays: it is the parent of what comes in.
+        False: the bin has no more. ``guard`` stays: it is the parent of what comes in.
         """
         blocks, groups = self._blocks, self._groups
         group = groups.first(where)
@@ -291,9 +300,8 @@ class Gittins:
                     break
                 groups.pluck(row)
                 leaving.append(row)
-                self._ranking_left -= 1
                 self.used_bytes -= blocks.nbytes[row]
-                if self.used_bytes <= limit:
+                if self.used_bytes <= limit or groups.new_bins:
                     return True
                 row = groups.deepest[group]
             # What was filed meanwhile stands last in its bin, perhaps in this one.
@@ -301,14 +309,21 @@ class Gittins:
         return False
 
     def _rank(self) -> None:
-        """Sort the bins, the one to drain first last."""
-        groups, scores = self._groups, self._scores
+        """Order all bins by score, after their groups have moved on to the bins of their ages."""
+        groups = self._groups
         groups.age()
-        for where in groups.bins:
-            if where not in scores:
-                scores[where] = self._score(where)
-        self._ranking = sorted(groups.bins, key=scores.__getitem__, reverse=True)
-        self._ranking_left = max(1, self._held_count // _RANKING_SHARE)
+        groups.new_bins = list(groups.bins)
+        self._rank_new_bins()
+        self._ranking_left = self._held_count // _RANKING_SHARE
+
+    def _rank_new_bins(self) -> None:
+        scores = self._scores
+        for where in self._groups.new_bins:
+            score = scores.get(where)
+            if score is None:
+                score = scores[where] = self._score(where)
+            heappush(self._ranking, (score, where))
+        self._groups.new_bins.clear()
 
     def _score(self, where: int) -> float:
         if where == LOST_BIN:

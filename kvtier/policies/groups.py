@@ -35,6 +35,8 @@ class Groups:
         self.deepest = array("i")
         self.bin_of = array("i")
         self.bins: dict[int, list[int]] = {}  # the first and the last group
+        #: Bins that came to be since the owner last cleared this.
+        self.new_bins: list[int] = []
         self.after = array("i")
         self._before = array("i")
         self._free: list[int] = []
@@ -131,6 +133,7 @@ class Groups:
         ends = self.bins.get(where)
         if ends is None:
             self.bins[where] = [group, group]
+            self.new_bins.append(where)
             self._before[group] = NONE
         else:
             self.after[ends[1]] = group

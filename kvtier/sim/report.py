@@ -1,0 +1,121 @@
+"""What a study says: a table, a recommendation, a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from rich.table import Table
+
+from kvtier.constants import GIB
+from kvtier.errors import ConfigError
+from kvtier.registry import import_problem
+from kvtier.sim.study import MIN, Result
+
+# What reaches this share of the best figure is good enough to be recommended for being smaller.
+_GOOD_SHARE: Final = 0.95
+
+
+def result_table(title: str, results: Sequence[Result]) -> Table:
+    """Return a row per result, the optimum beside each."""
+    table = Table(title=title, title_justify="left")
+    for name in ("codec", "capacity", "size", "policy"):
+        table.add_column(name, no_wrap=True)
+    for name in ("prefix hit %", "optimum", "FLOPs saved %", "optimum", "written / day"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, each in enumerate(results):
+        last = number + 1 == len(results)
+        following = None if last else results[number + 1]
+        ends = following is not None and (following.codec, following.capacity) != (
+            each.codec,
+            each.capacity,
+        )
+        table.add_row(
+            each.codec,
+            each.capacity,
+            size_text(each.capacity_bytes),
+            each.policy,
+            f"{each.prefix_hit_percent:.1f}",
+            f"{each.optimum_hit_percent:.1f}",
+            f"{each.flops_saved_percent:.1f}",
+            f"{each.optimum_flops_saved_percent:.1f}",
+            size_text(each.bytes_written_per_day),
+            end_section=ends,
+        )
+    return table
+
+
+def recommendation(results: Sequence[Result]) -> str:
+    """Return advice: the smallest size that comes close to the best figure, and what it costs."""
+    real = [each for each in results if each.policy != MIN]
+    if not real:
+        return "Only the optimum was asked for; name a policy to get a recommendation."
+    best = max(each.prefix_hit_percent for each in real)
+    good = [each for each in real if each.prefix_hit_percent >= _GOOD_SHARE * best]
+    chosen = min(good, key=lambda each: (each.capacity_bytes, -each.prefix_hit_percent))
+    others = [
+        f"{each.policy} {each.prefix_hit_percent:.1f} %"
+        for each in real
+        if (each.codec, each.capacity) == (chosen.codec, chosen.capacity) and each is not chosen
+    ]
+    beside = f" ({', '.join(others)})" if others else ""
+    text = (
+        f"With {size_text(chosen.capacity_bytes)} and {chosen.codec}, {chosen.policy} finds "
+        f"{chosen.prefix_hit_percent:.1f} % of the prompts' blocks{beside}; no policy could find "
+        f"more than {chosen.optimum_hit_percent:.1f} %. That saves "
+        f"{chosen.flops_saved_percent:.1f} % of the prefill FLOPs, and a tier of this size on "
+        f"flash would be written {size_text(chosen.bytes_written_per_day)} a day."
+    )
+    if chosen.codec != "raw":
+        text += f" {chosen.codec} changes values: check its quality on your own text first."
+    return text
+
+
+def size_text(nbytes: float) -> str:
+    """Return a rounded size for people: ``64 GiB``, ``1.2 TiB``."""
+    unit = "MiB" if nbytes < GIB else "GiB" if nbytes < 1024 * GIB else "TiB"
+    amount = nbytes / {"MiB": GIB / 1024, "GiB": GIB, "TiB": 1024 * GIB}[unit]
+    return f"{amount:.0f} {unit}" if amount >= 10 else f"{amount:.2g} {unit}"
+
+
+def save_plot(path: Path, titles: Sequence[str], results: Sequence[Sequence[Result]]) -> None:
+    """Draw hit rate over capacity as a picture, a panel per trace, a line per policy and codec.
+
+    Raises ``MissingExtraError`` without matplotlib and ``ConfigError`` for a path that cannot be
+    written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise import_problem(error, "--plot") from error
+    figure = Figure(figsize=(7.0, 4.5 * len(titles)), layout="constrained")
+    panels: Any = figure.subplots(len(titles), 1, squeeze=False)
+    for panel, title, found in zip(panels[:, 0], titles, results, strict=True):
+        _draw(panel, title, found)
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot {path}: {error}") from error
+
+
+def _draw(panel: Any, title: str, results: Sequence[Result]) -> None:
+    codecs = list(dict.fromkeys(each.codec for each in results))
+    lines: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for each in results:
+        size = each.capacity_bytes / GIB
+        if each.policy != MIN:
+            lines.setdefault((each.policy, each.codec), []).append((size, each.prefix_hit_percent))
+        lines.setdefault((MIN, each.codec), []).append((size, each.optimum_hit_percent))
+    for (policy, codec), points in lines.items():
+        sizes, hits = zip(*sorted(set(points)), strict=True)
+        label = policy if len(codecs) == 1 else f"{policy}, {codec}"
+        style = "--" if policy == MIN else "-"
+        panel.plot(sizes, hits, style, marker="o", markersize=4, label=label)
+    panel.set_xscale("log")
+    panel.set_ylim(bottom=0)
+    panel.set_xlabel("capacity, GiB")
+    panel.set_ylabel("prefix hit, % of blocks")
+    panel.set_title(title)
+    panel.grid(visible=True, alpha=0.3)
+    panel.legend()
