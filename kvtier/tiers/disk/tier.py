@@ -170,16 +170,15 @@ class DiskTier:
         record = DiskRecord(entry, namespace, codec, places)
         self._add(record)
         self.index.pin(record)
-        while self._held_bytes + self._quarantine_bytes > self.capacity_bytes:
-            oldest = self._quarantined or self._quarantine
-            self._remove.append(oldest.pop(0))
         return record
 
     def take_chores(self) -> Chores:
         """Hand over what the writing thread unlinks and moves before its next write."""
-        overflow = len(self._quarantined) + len(self._quarantine) - QUARANTINE_FILES_MAX
-        for _ in range(min(max(overflow, 0), len(self._quarantined))):
-            self._remove.append(self._quarantined.pop(0))
+        while oldest := self._quarantined or self._quarantine:
+            few = self.quarantined_count <= QUARANTINE_FILES_MAX
+            if few and self._held_bytes + self._quarantine_bytes <= self.capacity_bytes:
+                break
+            self._remove.append(oldest.pop(0))
         chores = Chores(tuple(self._remove), tuple(self._quarantine))
         self._quarantined += [
             DiskPlace(self._files.quarantine_path(p.path), p.nbytes) for p in self._quarantine
