@@ -61,7 +61,7 @@ class Request:
     found_tokens: int = 0
     #: Leading blocks that were offered to the pool's index since then.
     indexed: int = 0
-    #: True once the tiers were asked on this request's behalf and the answer was counted.
+    #: True once the request was admitted: what the tiers are asked later is not counted again.
     admitted: bool = False
     #: True once the request has waited for a load that another one had begun.
     followed: bool = False

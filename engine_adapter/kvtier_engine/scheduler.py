@@ -274,6 +274,7 @@ class Scheduler:
         self._waiting.remove(request)
         insort(self._running, request, key=lambda each: each.rank)
         request.row = heappop(self._free_rows)
+        request.admitted = True
         request.status = Status.RUNNING
         if request.cached_by_tier is not None:
             self.counters.refound_tokens += request.computed
