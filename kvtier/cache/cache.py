@@ -23,7 +23,7 @@ from kvtier.cache.sequence import Sequence
 from kvtier.cache.store import Storer
 from kvtier.cache.writeout import Writeout
 from kvtier.clock import SystemClock
-from kvtier.config import CacheConfig
+from kvtier.config import CacheConfig, DiskConfig
 from kvtier.constants import CLOSE_DEADLINE_S_DEFAULT, HOUSEKEEPING_S, IO_THREADS_DEFAULT
 from kvtier.interfaces import BlockCodec, Clock
 from kvtier.keys import namespace_digest
@@ -33,7 +33,7 @@ from kvtier.tiers.arena import Arena, ArenaHandle
 from kvtier.tiers.disk.files import LocalFiles
 from kvtier.tiers.disk.shard_files import FileSystem, ShardFiles
 from kvtier.tiers.disk.tier import DiskRecord, DiskTier
-from kvtier.tiers.dram import DramRecord, DramTier
+from kvtier.tiers.dram import DramRecord, DramTier, PolicyFactory
 from kvtier.types import Blocks, Features, MissReason, Namespace, Plan, Result, Tier
 
 _FEATURES = Features()
@@ -80,22 +80,7 @@ class Cache:
         self._writeout: Writeout | None = None
         self._opener: DiskOpener | None = None
         if config.disk is not None:
-            durability = config.disk.durability
-            shard_files = ShardFiles(config.disk.path, durability, files or LocalFiles())
-            self._disk = DiskTier(config.disk, shard_files, policy, self._clock, self._left_disk)
-            work = (self._executor, self._lock, self._counters[Tier.DISK])
-            tiers = (self._dram, self._disk, shard_files)
-            self._filler = Filler(*tiers, *work, self._clock)
-            self._writeout = Writeout(*tiers, *work, self._clock, config.disk.mode)
-            self._opener = DiskOpener(
-                self._disk,
-                shard_files,
-                *work,
-                self._epochs,
-                self._clock,
-                durability,
-                self._writeout.pump,
-            )
+            self._add_disk(config.disk, policy, files or LocalFiles())
         self._pending_until = self._clock.now() + config.pending_deadline_s
         self._shapes = Shapes(codec)
         self._lookup = Lookup(self._dram, self._disk, self._filler, self._shapes, self._counters)
@@ -123,6 +108,23 @@ class Cache:
         self._executor.start()
         if self._opener is not None:
             self._opener.wait_for_epochs()
+
+    def _add_disk(self, config: DiskConfig, policy: PolicyFactory, files: FileSystem) -> None:
+        shard_files = ShardFiles(config.path, config.durability, files)
+        self._disk = DiskTier(config, shard_files, policy, self._clock, self._left_disk)
+        work = (self._executor, self._lock, self._counters[Tier.DISK])
+        tiers = (self._dram, self._disk, shard_files)
+        self._filler = Filler(*tiers, *work, self._clock)
+        self._writeout = Writeout(*tiers, *work, self._clock, config.mode)
+        self._opener = DiskOpener(
+            self._disk,
+            shard_files,
+            *work,
+            self._epochs,
+            self._clock,
+            config.durability,
+            self._writeout.pump,
+        )
 
     @property
     def arena(self) -> memoryview:
