@@ -134,7 +134,7 @@ class Executor:
         deadline: float,
         late: Callable[[T | Fault], None],
     ) -> None:
-        future = pool.submit(work)
+        future = pool.submit(lambda: _outcome_boundary(work))
 
         def begin() -> None:
             task = self._loop.create_task(self._watch(future, done, deadline, late))
@@ -150,7 +150,7 @@ class Executor:
 
     async def _watch(
         self,
-        future: Future[T],
+        future: Future[T | Fault],
         done: Callable[[T | Fault], None],
         deadline: float,
         late: Callable[[T | Fault], None],
@@ -159,13 +159,11 @@ class Executor:
         left_s = None if deadline == math.inf else max(0.0, deadline - self._clock.now())
         await asyncio.wait({waited}, timeout=left_s)
         if waited.done():
-            outcome = _outcome(waited)
-            done(outcome)
+            done(waited.result())
             return
         done(DeadlineError("no answer in time"))
         await asyncio.wait({waited})
-        outcome = _outcome(waited)
-        late(outcome)
+        late(waited.result())
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -198,13 +196,14 @@ class Executor:
             await asyncio.sleep(0)
 
 
-def _outcome(future: asyncio.Future[T]) -> T | Fault:
-    error = future.exception()
-    if error is None:
-        return future.result()
-    if isinstance(error, OSError | KVTierError):
+def _outcome_boundary(work: Callable[[], T]) -> T | Fault:
+    """Run work in its thread: a fault is its outcome, and a bug becomes one."""
+    try:
+        return work()
+    except (OSError, KVTierError) as error:
         return error
-    _log.error("storage work failed", exc_info=error)
-    failure = TierError(f"storage work failed: {error!r}")
-    failure.__cause__ = error
-    return failure
+    except BaseException as error:
+        _log.exception("storage work failed")
+        failure = TierError(f"storage work failed: {error!r}")
+        failure.__cause__ = error
+        return failure
