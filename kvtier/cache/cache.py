@@ -78,9 +78,9 @@ class Cache:
         self._disk: DiskTier | None = None
         self._filler: Filler | None = None
         self._writeout: Writeout | None = None
-        self._opener: DiskOpener | None = None
-        if config.disk is not None:
-            self._add_disk(config.disk, policy, files or LocalFiles())
+        self._opener: DiskOpener | None = (
+            self._add_disk(config.disk, policy, files or LocalFiles()) if config.disk else None
+        )
         self._pending_until = self._clock.now() + config.pending_deadline_s
         self._shapes = Shapes(codec)
         self._lookup = Lookup(self._dram, self._disk, self._filler, self._shapes, self._counters)
@@ -109,14 +109,15 @@ class Cache:
         if self._opener is not None:
             self._opener.wait_for_epochs()
 
-    def _add_disk(self, config: DiskConfig, policy: PolicyFactory, files: FileSystem) -> None:
+    def _add_disk(self, config: DiskConfig, policy: PolicyFactory, files: FileSystem) -> DiskOpener:
+        """Make the disk tier and what works for it; it is not open yet."""
         shard_files = ShardFiles(config.path, config.durability, files)
         self._disk = DiskTier(config, shard_files, policy, self._clock, self._left_disk)
         work = (self._executor, self._lock, self._counters[Tier.DISK])
         tiers = (self._dram, self._disk, shard_files)
         self._filler = Filler(*tiers, *work, self._clock)
         self._writeout = Writeout(*tiers, *work, self._clock, config.mode)
-        self._opener = DiskOpener(
+        return DiskOpener(
             self._disk,
             shard_files,
             *work,
