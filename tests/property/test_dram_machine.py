@@ -1,0 +1,141 @@
+"""The DRAM tier under any order of events: bytes stay whose they are, pins hold, nothing leaks."""
+
+from __future__ import annotations
+
+from hypothesis import settings, strategies
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvtier.policies.lru import LRU
+from kvtier.testing.clock import FakeClock
+from kvtier.testing.policy_machine import chunk_key
+from kvtier.tiers.arena import Arena
+from kvtier.tiers.dram import DramRecord, DramTier
+from kvtier.tiers.index import Lease, State
+from kvtier.types import ChunkKey, Entry, Features, ShardId, Slot
+
+PAGE = 4096
+CAPACITY = 24 * PAGE
+#: Shard sizes in pages; the last chunks fit only when much has left, or not at all.
+SHAPES = ((1,), (1,), (2,), (3,), (1, 2), (2, 1, 3), (5,), (12,), (24,), (25,))
+
+
+class DramMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = FakeClock()
+        self.tier = DramTier(Arena(CAPACITY, slab_bytes=4 * PAGE), LRU, self.clock, self.evicted)
+        self.patterns: dict[int, bytes] = {}  # by identity of the record
+        self.held: dict[ChunkKey, DramRecord] = {}
+        self.filling: list[DramRecord] = []
+        self.leases: list[Lease[Slot]] = []
+        self.count = 0
+
+    def evicted(self, record: DramRecord) -> None:
+        assert self.held.pop(record.entry.key) is record
+        assert record.pins == 0
+        assert record not in self.filling
+
+    @rule(
+        name=strategies.integers(0, 30),
+        above=strategies.sampled_from((1, 2, 40)),
+        shape=strategies.sampled_from(SHAPES),
+    )
+    def reserve(self, name: int, above: int, shape: tuple[int, ...]) -> None:
+        key = chunk_key(name)
+        if key in self.held:
+            return
+        parent = chunk_key(name - above) if name >= above else None
+        sizes = {ShardId(0, 0, number): pages * PAGE for number, pages in enumerate(shape)}
+        entry = Entry(key, parent, sum(sizes.values()), 0 if parent is None else 1)
+        may_refuse = (
+            any(record.pins for record in self.held.values())
+            or self.tier.index.leaving_count > 0
+            or (parent is not None and parent in self.held)
+            or sum(shape) > 6
+        )
+        before = set(self.held)
+        self.clock.advance(1.0)
+        record = self.tier.reserve(entry, b"n" * 32, "raw", sizes)
+        line = parent
+        while line is not None and line in before:
+            assert line in self.held, "a prefix left for its own continuation"
+            line = self.held[line].entry.parent
+        if record is None:
+            assert may_refuse, "refused although everything could leave"
+            return
+        self.count += 1
+        pattern = self.count.to_bytes(4, "little")
+        self.patterns[id(record)] = pattern
+        for shard, slot in record.places.items():
+            assert slot.nbytes == sizes[shard]
+            self.tier.arena.view(slot)[:] = pattern * (slot.nbytes // 4)
+        self.held[key] = record
+        self.filling.append(record)
+
+    @precondition(lambda self: self.filling)
+    @rule(
+        pick=strategies.integers(0, 9), end=strategies.sampled_from(("commit", "commit", "abort"))
+    )
+    def settle(self, pick: int, end: str) -> None:
+        record = self.filling.pop(pick % len(self.filling))
+        if end == "commit":
+            self.tier.commit(record)
+        else:
+            del self.held[record.entry.key]
+            self.tier.abort(record)
+
+    @precondition(lambda self: self.held and len(self.leases) < 4)
+    @rule(pick=strategies.integers(0, 30))
+    def pin(self, pick: int) -> None:
+        records = [r for r in self.held.values() if r.state is State.READY]
+        if records:
+            self.leases.append(self.tier.index.lease([records[pick % len(records)]]))
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=strategies.integers(0, 9))
+    def unpin(self, pick: int) -> None:
+        self.leases.pop(pick % len(self.leases)).release()
+
+    @precondition(lambda self: self.held)
+    @rule(pick=strategies.integers(0, 30))
+    def abandon(self, pick: int) -> None:
+        records = [r for r in self.held.values() if r.state is State.READY]
+        if records:
+            record = records[pick % len(records)]
+            del self.held[record.entry.key]
+            self.tier.abandon(record)
+
+    @rule(names=strategies.lists(strategies.integers(0, 31), max_size=4))
+    def touch(self, names: list[int]) -> None:
+        self.clock.advance(1.0)
+        self.tier.touch([chunk_key(name) for name in names], Features())
+
+    @invariant()
+    def every_byte_is_its_owners(self) -> None:
+        self.tier.check_integrity()
+        assert {r.entry.key: r for r in self.tier.index} == self.held
+        leased = [record for lease in self.leases for record in lease.records]
+        for record in (*self.held.values(), *leased):
+            for slot in record.places.values():
+                expected = self.patterns[id(record)] * (slot.nbytes // 4)
+                assert bytes(self.tier.arena.view(slot)) == expected
+        live = {id(record): record for record in (*self.held.values(), *leased)}
+        used = sum(s.nbytes for record in live.values() for s in record.places.values())
+        assert self.tier.used_bytes == used
+
+    def teardown(self) -> None:
+        for lease in self.leases:
+            lease.release()
+        for record in self.filling:
+            self.held.pop(record.entry.key)
+            self.tier.abort(record)
+        for record in list(self.held.values()):
+            self.tier.leave(record)
+        assert self.tier.used_bytes == 0
+        assert self.tier.arena.slabs() == []
+        assert self.tier.index.pinned_count == self.tier.index.leaving_count == 0
+        self.tier.arena.close()
+
+
+DramMachine.TestCase.settings = settings(stateful_step_count=40)
+TestDramMachine = DramMachine.TestCase
