@@ -82,16 +82,32 @@ class Blocks:
         return row
 
     def attach(self, row: int, entry: Entry) -> None:
-        """Make a row that is no ghost (any more) the held row of an entry, below its parent."""
+        """Make a row that is no ghost (any more) the held row of an entry, below its parent.
+
+        A parent with two different children is shared, and so is all above it.
+        """
         self.nbytes[row] = entry.nbytes
-        self.state[row] |= HELD
-        parent = NONE
-        if entry.parent is not None:
+        state = self.state[row] = self.state[row] | HELD
+        if entry.parent is None:
+            self.parent[row] = NONE
+            return
+        parent = self.row_of.get(entry.parent, NONE)
+        if parent < 0:
             parent = self.row(entry.parent)
-            if self.state[parent] & GHOST:
-                self.revive(parent)
-            self.link(row, parent)
+        parent_state = self.state[parent]
+        if parent_state & GHOST:
+            self.revive(parent)
+            parent_state &= ~GHOST
         self.parent[row] = parent
+        self.link(row, parent)
+        mark = entry.key[-1] if entry.key else 0
+        if not parent_state & PARENT:
+            self.state[parent] = parent_state | PARENT
+            self.print[parent] = mark
+        elif not parent_state & SHARED and self.print[parent] != mark:
+            self.share(parent)
+        if state & SHARED:
+            self.share(parent)
 
     def link(self, row: int, parent: int) -> None:
         """Put a row first among the children of its parent."""
@@ -115,16 +131,6 @@ class Blocks:
             return NONE
         self.child[parent] = after
         return parent if after < 0 else NONE
-
-    def note_child(self, row: int, child: ChunkKey) -> None:
-        """Mark a row and all above it as shared when ``child`` is not its first child."""
-        mark = child[-1] if child else 0
-        state = self.state[row]
-        if not state & PARENT:
-            self.state[row] = state | PARENT
-            self.print[row] = mark
-        elif self.print[row] != mark:
-            self.share(row)
 
     def share(self, row: int) -> None:
         """Mark a row as shared, and all above it that are not yet."""

@@ -20,7 +20,7 @@ from typing import Final
 from kvtier.errors import ConfigError
 from kvtier.policies.blocks import COUNT, GHOST, HELD, LOST, NONE, SHARED, Blocks
 from kvtier.policies.groups import LOST_BIN, Groups
-from kvtier.policies.reuse import BUCKETS, ReuseTimes, bucket_of
+from kvtier.policies.reuse import BUCKETS, EDGES_S, ReuseTimes, bucket_of
 from kvtier.types import ChunkKey, Entry, Features, Hint
 
 #: Ghosts kept: as many as blocks are held, and at least this many.
@@ -31,6 +31,7 @@ _LEARN_ACCESSES: Final = 4096
 # A ranking of the bins by age serves until this share of the held blocks has left.
 _RANKING_SHARE: Final = 512
 _NEW_BINS_MAX: Final = 4096
+_LEVELS_MAX: Final = 4096
 
 # Kind of a block: (accesses - 1) * _PER_COUNT + code * 2 + shared, with code = turn * 3 + hint.
 _TURNS: Final = (0, 1, 2, 3, 3, 3, 4)
@@ -67,6 +68,7 @@ class Gittins:
         # The bucket of the time since ``_bucket_for``: a request finds many of one age.
         self._bucket_for = nan
         self._bucket = 0
+        self._levels: dict[float, int] = {}
         self._scores: dict[int, float] = {}
         # A heap of scores and bins, for the ages at some instant not long ago.
         self._ranking: list[tuple[float, int]] = []
@@ -87,17 +89,19 @@ class Gittins:
         assert row is None or not blocks.state[row] & HELD, "admit of a key that is held"
         if entry.nbytes > self.capacity_bytes:
             return None
-        self._advance(now)
+        if now != self._clock:
+            self._advance(now)
         victims: list[ChunkKey] = []
         if self.used_bytes + entry.nbytes > self.capacity_bytes:
             leaving = self._choose(entry)
             if leaving is None:
                 return None
-            victims = [blocks.keys[row] for row in leaving]
             for row in leaving:
+                victims.append(blocks.keys[row])
                 self._bury(row)
+            if blocks.ghost_count > GHOSTS_MIN:
+                self._trim_ghosts()
         self._take_in(entry)
-        self._trim_ghosts()
         return victims
 
     def touch(self, key: ChunkKey, now: float, features: Features) -> None:
@@ -159,14 +163,11 @@ class Gittins:
     def _advance(self, now: float) -> None:
         """Begin a new instant. Time that stands still or runs backwards counts as no time."""
         elapsed = now - self._clock
-        if elapsed == 0.0:
-            return
         self._clock = now
         groups = self._groups
-        if 0.0 < elapsed < inf:
-            groups.now += elapsed
-        else:
-            groups.now = nextafter(groups.now, inf)
+        later = nextafter(groups.now, inf)
+        # A jump beyond all buckets says no more than one into the last, and costs no precision.
+        groups.now = max(groups.now + min(elapsed, EDGES_S[-1]), later) if elapsed > 0.0 else later
         self._bucket_for = nan
         self._end_path()
         if self._ranking_left <= 0 or len(groups.new_bins) > _NEW_BINS_MAX:
@@ -234,25 +235,32 @@ class Gittins:
         self._path[base] = groups.new(row), row
 
     def _take_in(self, entry: Entry) -> None:
-        blocks, groups = self._blocks, self._groups
+        blocks = self._blocks
         row = blocks.row(entry.key)
         if blocks.state[row] & GHOST:
             blocks.revive(row)
         blocks.attach(row, entry)
-        blocks.level[row] = min(max(floor(2 * log2(self.worth(entry)) + 0.5), -128), 127)
+        blocks.level[row] = self._level(entry)
         self._held_count += 1
         self.used_bytes += entry.nbytes
-        # What comes in at the instant of a touch belongs to the same request.
-        parent, code = blocks.parent[row], self._code if self._clock == self._touched_at else 0
-        if parent >= 0:
-            blocks.note_child(parent, entry.key)
-            if blocks.state[row] & SHARED:
-                blocks.share(parent)
-            if self._clock != self._touched_at and blocks.state[parent] & HELD:
-                code = blocks.kind[parent] % _PER_COUNT // 2
+        parent, code = blocks.parent[row], 0
+        if self._clock == self._touched_at:
+            code = self._code  # What comes in at the instant of a touch is of the same request.
+        elif parent >= 0 and blocks.state[parent] & HELD:
+            code = blocks.kind[parent] % _PER_COUNT // 2
         self._access(row, code)
         if parent >= 0:
-            groups.refile_if_deepest(parent)
+            self._groups.refile_if_deepest(parent)
+
+    def _level(self, entry: Entry) -> int:
+        """Return the worth of an entry in half octaves."""
+        worth = self.worth(entry)
+        level = self._levels.get(worth)
+        if level is None:
+            if len(self._levels) >= _LEVELS_MAX:
+                self._levels.clear()
+            level = self._levels[worth] = min(max(floor(2 * log2(worth) + 0.5), -128), 127)
+        return level
 
     def _choose(self, entry: Entry) -> list[int] | None:
         """Pick rows to leave until the entry fits, and take them out of tree and groups.
@@ -272,7 +280,8 @@ class Gittins:
                     break  # Nothing more may leave.
                 ranked_at = len(leaving)
                 self._rank()
-            self._rank_new_bins()
+            if groups.new_bins:
+                self._rank_new_bins()
             if self._ranking and not self._drain(self._ranking[0][1], guard, limit, leaving):
                 heappop(self._ranking)
         self._ranking_left -= len(leaving)

@@ -231,9 +231,10 @@ class Groups:
         """Move groups on to the bins of their ages. Within a bin, the front is about the oldest."""
         accessed, deepest = self._blocks.accessed, self.deepest
         for where in list(self.bins):
-            if where == LOST_BIN:
+            bucket = where % BUCKETS
+            if where == LOST_BIN or bucket == BUCKETS - 1:
                 continue
-            limit = self.now - EDGES_S[where % BUCKETS + 1]
+            limit = self.now - EDGES_S[bucket + 1]
             ends = self.bins[where]
             while True:
                 group = ends[0]
