@@ -92,12 +92,12 @@ class AccessLog:
             Field.HINT: features.hint.value,
         }
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        if len(line) > self._bytes_max:
+            self.dropped_count += 1
+            return
         try:
-            if self._used_bytes and self._used_bytes + len(line) > self._bytes_max:
+            if self._used_bytes + len(line) > self._bytes_max:
                 self._begin_anew()
-            if len(line) > self._bytes_max:
-                self.dropped_count += 1
-                return
             self._file.write(line)
             self._used_bytes += len(line)
         except (OSError, ValueError):  # ValueError: a file that could not be begun anew is closed.
@@ -112,9 +112,10 @@ class AccessLog:
 
     def close(self) -> None:
         """Write what is left; a second call does nothing."""
-        if not self._file.closed:
-            self.flush()
+        try:
             self._file.close()
+        except OSError:
+            self.dropped_count += 1
 
     def _begin_anew(self) -> None:
         self._file.close()

@@ -11,6 +11,8 @@ from kvtier.types import Hint
 
 HINTS: Final = tuple(Hint)
 TURN_MAX: Final = 250
+# Two branches make a common prefix, and the request at hand may add one.
+_BRANCHES_COUNTED: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,6 @@ class _Tree:
         self.parents.append(parent)
         self._branches.append(0)
         self._ended_turn.append(0)
-        if parent >= 0 and self._branches[parent] < 2:
+        if parent >= 0 and self._branches[parent] < _BRANCHES_COUNTED:
             self._branches[parent] += 1
         return number
