@@ -127,16 +127,16 @@ class Gittins:
         self._end_path()
         groups.leave(row)
         parent = blocks.unlink(row)
-        if parent >= 0 and blocks.state[parent] & HELD:
-            groups.refile_if_deepest(parent)
-        elif parent >= 0:
-            blocks.entomb(parent)
         self.used_bytes -= blocks.nbytes[row]
         self._held_count -= 1
         for lost in blocks.below(row):
             groups.leave(lost)
             blocks.state[lost] |= LOST
             groups.new(lost)
+        if parent >= 0 and blocks.state[parent] & HELD:
+            groups.refile_if_deepest(parent)
+        elif parent >= 0:
+            blocks.entomb(parent)
         if blocks.child[row] < 0:
             blocks.entomb(row)
         else:
@@ -216,13 +216,20 @@ class Gittins:
         """Put a row that has no group into one of the path of this instant."""
         blocks, groups = self._blocks, self._groups
         base = blocks.level[row] * _KINDS + blocks.kind[row]
-        if self._top >= 0 and blocks.parent[self._top] == row:
+        top = self._top
+        if top >= 0 and blocks.parent[top] == row:
             self._top = row
-            group, topmost = self._path.get(base, (NONE, NONE))
-            if group >= 0 and blocks.group[topmost] == group and blocks.up[topmost] < 0:
-                groups.put_on_top(group, row, topmost)
-                self._path[base] = group, row
-                return
+            place = self._path.get(base)
+            if place is not None:
+                group, topmost = place
+                if blocks.group[topmost] == group and blocks.up[topmost] < 0:
+                    # The common case: the next row above, of the same kind.
+                    blocks.group[row] = group
+                    blocks.up[row] = NONE
+                    blocks.down[row] = topmost
+                    blocks.up[topmost] = row
+                    self._path[base] = group, row
+                    return
         elif self._bottom >= 0 and blocks.parent[row] == self._bottom:
             self._bottom = row
             group, _ = self._path.get(base, (NONE, NONE))
@@ -249,7 +256,7 @@ class Gittins:
         elif parent >= 0 and blocks.state[parent] & HELD:
             code = blocks.kind[parent] % _PER_COUNT // 2
         self._access(row, code)
-        if parent >= 0:
+        if parent >= 0 and blocks.group[parent] != blocks.group[row]:
             self._groups.refile_if_deepest(parent)
 
     def _level(self, entry: Entry) -> int:
@@ -344,7 +351,8 @@ class Gittins:
         """Make a ghost of a row that was plucked."""
         blocks = self._blocks
         if blocks.up[row] < 0:
-            self._forget_group(blocks.group[row])
+            if self._path:
+                self._forget_group(blocks.group[row])
             self._groups.free(blocks.group[row])
         parent = blocks.parent[row]
         blocks.entomb(row)

@@ -63,13 +63,6 @@ class Groups:
             self.file(group)
         return group
 
-    def put_on_top(self, group: int, row: int, topmost: int) -> None:
-        """Add a row above the topmost one of a group."""
-        blocks = self._blocks
-        blocks.group[row] = group
-        blocks.up[row], blocks.down[row] = NONE, topmost
-        blocks.up[topmost] = row
-
     def put_below(self, group: int, row: int) -> None:
         """Add a row below the deepest one of a group."""
         blocks = self._blocks
@@ -81,7 +74,7 @@ class Groups:
         self.refile(group)
 
     def leave(self, row: int) -> bool:
-        """Take a row out of its group, if it has one. True: that was its last, and is gone."""
+        """Take a row, a held one, out of its group, if it has one. True: that was its last."""
         blocks = self._blocks
         group = blocks.group[row]
         if group < 0:
@@ -94,7 +87,8 @@ class Groups:
             blocks.up[down] = up
         elif up >= 0:
             self.deepest[group] = up
-            self.refile(group)
+            if self.bin_of[group] != UNFILED:
+                self.unfile(group)  # What is above a held row is no leaf.
         else:
             self.free(group)
             return True
