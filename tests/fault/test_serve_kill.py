@@ -42,15 +42,27 @@ def check_books(served: Served, disk: Path) -> None:
     assert bytes_below(disk) <= DISK_BYTES + OTHER_BYTES
 
 
-def watch_writes(disk: Path, count: int, running: Callable[[], bool]) -> None:
-    """Look closely until the last of so many files is being written, or nothing runs any more."""
+def stopped_in_a_write(
+    served: Served, disk: Path, number: int, running: Callable[[], bool]
+) -> bool:
+    """Hold the server while it writes a file, not before the one of that number.
+
+    False when nothing runs any more.
+    """
     seen: set[str] = set()
-    while len(seen) < count and running():
-        seen |= {path.name for path in incoming_files(disk)}
+    while running():
+        writing = {path.name for path in incoming_files(disk)}
+        seen |= writing
+        if writing and len(seen) >= number:
+            served.pause()
+            if incoming_files(disk):
+                return True
+            served.resume()
+    return False
 
 
-def serve_and_kill(disk: Path, prompts: Sequence[Prompt], writes: int) -> tuple[list[Answer], bool]:
-    """Ask, and kill at a write of that number. Return the answers, and whether it hit a write."""
+def serve_and_kill(disk: Path, prompts: Sequence[Prompt], number: int) -> tuple[list[Answer], bool]:
+    """Ask, and kill in a write. Return the answers, and whether there was one."""
     got: list[Answer] = []
 
     def ask(served: Served, mine: Sequence[Prompt]) -> None:
@@ -61,9 +73,11 @@ def serve_and_kill(disk: Path, prompts: Sequence[Prompt], writes: int) -> tuple[
         served.wait_for_disk("ok")
         check_books(served, disk)
         asking = [clients.submit(ask, served, prompts[i::CLIENTS]) for i in range(CLIENTS)]
-        watch_writes(disk, writes, lambda: not all(each.done() for each in asking))
+        hit = stopped_in_a_write(
+            served, disk, number, lambda: not all(each.done() for each in asking)
+        )
         served.end()
-        hit = bool(incoming_files(disk))
+        assert bool(incoming_files(disk)) == hit
         for each in asking:
             each.result()
     return got, hit
@@ -78,11 +92,9 @@ def test_b66_killed_while_writing(tmp_path: Path, rng: random.Random, scale: int
     for _ in range(kills):
         # Seldom at the first write, so that each round leaves something behind.
         asked = rng.sample(prompts, len(prompts))
-        got, hit = serve_and_kill(disk, asked, writes=rng.randint(1, 15))
+        got, hit = serve_and_kill(disk, asked, number=rng.randint(1, 15))
         answers += got
         hits += hit
-        # What dies between two other calls than the one that was hit leaves something like this.
-        (disk / "incoming" / f"left-by-{len(answers)}.kvs").write_bytes(b"half of it")
     with started(disk) as served:
         served.wait_for_disk("ok")
         check_books(served, disk)
@@ -95,4 +107,5 @@ def test_b66_killed_while_writing(tmp_path: Path, rng: random.Random, scale: int
         tally.check(answer.prompt, answer.tokens)
     tally.assert_few_ties()
     report("killed while writing", kills=kills, in_a_write=hits, answers=len(answers))
-    assert hits, "no kill came in the middle of a write"
+    # In a late round, most of what is asked may be there already.
+    assert hits > kills / 2

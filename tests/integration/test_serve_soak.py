@@ -18,8 +18,8 @@ from tests.lib.soak_report import report
 
 NEW_TOKENS = 12
 DISK_BYTES = 96 * MIB
-#: A second period like the first one may add this: caches of the allocator, no leak.
-GROWTH_BYTES_MAX = 48 * MIB
+#: What allocators and libraries may add after the first period, and do at a falling rate.
+GROWTH_BYTES_MAX = 128 * MIB
 TTFT_S_MAX = 30.0
 
 Prompt = tuple[int, ...]
@@ -78,8 +78,8 @@ def check_books(metrics: Metrics, disk: Path) -> None:
 def test_many_clients_of_which_some_leave(tmp_path: Path, rng: random.Random, scale: int) -> None:
     clients, seconds = (12, 5.0) if scale == 1 else (32, 3.0 * scale)
     disk = tmp_path / "kv"
-    # Four long requests fill HBM, and the tiers hold a part of all prompts each.
-    options = ["--chunk-tokens=32", "--kv-bytes=48MiB", "--dram=64MiB", "--max-num-seqs=8"]
+    # Three long requests fill HBM, and the tiers hold a part of all prompts each.
+    options = ["--chunk-tokens=32", "--kv-bytes=32MiB", "--dram=64MiB", "--max-num-seqs=8"]
     prompts = family(rng, roots=6, branches=3, leaves=2)
     with serving(*options, f"--disk={disk}", f"--disk-bytes={DISK_BYTES}") as served:
         served.wait_for_disk("ok")
@@ -100,10 +100,10 @@ def test_many_clients_of_which_some_leave(tmp_path: Path, rng: random.Random, sc
         left=len(answers) - len(stayed),
         ttft_s_max=ttft_s,
         preemptions=metrics[series("preemptions_total")],
-        growth_bytes=after.resident_bytes - before.resident_bytes,
+        growth_bytes=after.anonymous_bytes - before.anonymous_bytes,
         **{tier: sum(answer.cached[tier] for answer in stayed) for tier in ("dram", "disk")},
     )
     assert ttft_s < TTFT_S_MAX
     assert metrics[series("sequences_finished_total", reason="abort")] > 0
-    assert after.resident_bytes - before.resident_bytes < GROWTH_BYTES_MAX
+    assert after.anonymous_bytes - before.anonymous_bytes < GROWTH_BYTES_MAX
     assert (after.threads, after.descriptors) == (before.threads, before.descriptors)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Figures:
-    """One look at a process: resident bytes, threads, open descriptors."""
+    """One look at a process: resident bytes of its own, threads, open descriptors."""
 
-    resident_bytes: int
+    anonymous_bytes: int
     threads: int
     descriptors: int
 
@@ -27,4 +27,4 @@ def figures(process_id: int) -> Figures:
         return int(found[1])
 
     count = len(list((folder / "fd").iterdir()))
-    return Figures(number("VmRSS") * 1024, number("Threads"), count)
+    return Figures(number("RssAnon") * 1024, number("Threads"), count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import http.client
 import json
+import os
 import re
 import signal
 import subprocess
@@ -83,6 +84,16 @@ class Served:
         code = self.process.wait(STOP_TIMEOUT_S)
         self._reader.join()
         return code
+
+    def pause(self) -> None:
+        """Hold all of its threads where they are, until ``resume``."""
+        self.process.send_signal(signal.SIGSTOP)
+        # Returns when it has stopped, and leaves its end, should it have ended, to ``process``.
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
 
     def end(self) -> None:
         """Kill it if it still runs."""
