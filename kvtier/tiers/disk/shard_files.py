@@ -110,7 +110,7 @@ class ShardFiles:
         be used.
         """
         os.makedirs(self.root, exist_ok=True)
-        self._take_lock()
+        self.lock()
         for leftover in self._files.list(self._path("incoming")):
             self._files.remove(leftover.path)
         sound, corrupt = self._inspect_all()
@@ -121,6 +121,29 @@ class ShardFiles:
             self._files.sync_directory(self.root)
         quarantined = sorted(self._files.list(self._path("quarantine")), key=lambda f: f.modified_s)
         return Found(tuple(sound), tuple(quarantined), len(corrupt))
+
+    def lock(self) -> None:
+        """Make this process the one that uses the directory, until ``close``.
+
+        Raises ``TierUnavailableError`` when another one does, ``OSError`` when it cannot be used.
+        """
+        if self.attached():
+            return
+        self.close()
+        descriptor = os.open(self._path("lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.read(descriptor, 32).decode("ascii", "replace") or "unknown"
+            os.close(descriptor)
+            if not isinstance(error, BlockingIOError):
+                raise
+            raise TierUnavailableError(f"{self.root} is in use by process {holder}") from error
+        # The number is for others to read; a disk without room for it can still be read from.
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        self._lock_descriptor = descriptor
 
     def attached(self) -> bool:
         """Tell whether the directory is still the one that was opened."""
@@ -222,25 +245,6 @@ class ShardFiles:
     def _path(self, *parts: str) -> str:
         return os.path.join(self.root, *parts)
 
-    def _take_lock(self) -> None:
-        if self.attached():
-            return
-        self.close()
-        descriptor = os.open(self._path("lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.read(descriptor, 32).decode("ascii", "replace") or "unknown"
-            os.close(descriptor)
-            if not isinstance(error, BlockingIOError):
-                raise
-            raise TierUnavailableError(f"{self.root} is in use by process {holder}") from error
-        # The number is for others to read; a disk without room for it can still be read from.
-        with contextlib.suppress(OSError):
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-        self._lock_descriptor = descriptor
-
     def _clear_leftovers(self) -> None:
         while self._leftovers:
             self._files.remove(self._leftovers[-1])
@@ -285,12 +289,17 @@ class ShardFiles:
         if len(page) > ALIGN_BYTES and self._files.read(info.path, 0, page) != len(page):
             raise FormatError(f"{info.path} has {info.nbytes} bytes, less than its header")
         header = parse_header(page)
-        name = os.path.basename(info.path).removesuffix(_SUFFIX).partition("-")[0]
-        if name != shard_key(header.chunk, header.shard).hex():
-            raise IdentityError(f"{info.path} holds another shard than its name says")
-        if shard_geometry(header.section_bytes).shard_bytes != info.nbytes:
-            raise FormatError(f"{info.path} has {info.nbytes} bytes, not what its header says")
+        check_file(header, info)
         return FoundShard(header, info.path, info.nbytes, info.modified_s)
+
+
+def check_file(header: ShardHeader, info: FileInfo) -> None:
+    """Raise ``ShardError`` unless a file's name and length are what its header says."""
+    name = os.path.basename(info.path).removesuffix(_SUFFIX).partition("-")[0]
+    if name != shard_key(header.chunk, header.shard).hex():
+        raise IdentityError(f"{info.path} holds another shard than its name says")
+    if shard_geometry(header.section_bytes).shard_bytes != info.nbytes:
+        raise FormatError(f"{info.path} has {info.nbytes} bytes, not what its header says")
 
 
 def _steps(geometry: ShardGeometry) -> list[tuple[int, int, range]]:

@@ -79,7 +79,7 @@ class DiskTier:
         self._condemned: set[str] = set()
         self._remove: list[DiskPlace] = []
         self._quarantine: list[DiskPlace] = []
-        self._quarantined: list[DiskPlace] = []
+        self._quarantined: dict[str, DiskPlace] = {}  # by path, oldest first
 
     @property
     def used_bytes(self) -> int:
@@ -112,6 +112,10 @@ class DiskTier:
         """Tell whether a write may be tried now."""
         return self.opened and self._write_health.allows(self._clock.now())
 
+    def probe_due(self) -> bool:
+        """Tell whether writes have failed and one should be tried again now."""
+        return not self._write_health.ok and self.writable()
+
     def adopt(self, found: Found) -> None:
         """Take in what an open found and forget what is gone.
 
@@ -128,7 +132,7 @@ class DiskTier:
         for shard in found.shards:
             if shard.path not in known:
                 chunks.setdefault(shard.header.chunk, []).append(shard)
-        self._quarantined = [DiskPlace(f.path, f.nbytes) for f in found.quarantined]
+        self._adopt_quarantine(found)
         # Oldest first, so that the order of leaving survives the restart; parents before children.
         in_order = sorted(chunks.values(), key=lambda s: (s[0].modified_s, -s[0].header.position))
         fitting = self._fitting(chunks, in_order)
@@ -174,23 +178,24 @@ class DiskTier:
 
     def take_chores(self) -> Chores:
         """Hand over what the writing thread unlinks and moves before its next write."""
-        while oldest := self._quarantined or self._quarantine:
-            few = self.quarantined_count <= QUARANTINE_FILES_MAX
-            if few and self._held_bytes + self._quarantine_bytes <= self.capacity_bytes:
-                break
-            self._remove.append(oldest.pop(0))
+        while self.quarantined_count > QUARANTINE_FILES_MAX or (
+            self._quarantine_bytes
+            and self._held_bytes + self._quarantine_bytes > self.capacity_bytes
+        ):
+            self._drop_oldest()
         chores = Chores(tuple(self._remove), tuple(self._quarantine))
-        self._quarantined += [
-            DiskPlace(self._files.quarantine_path(p.path), p.nbytes) for p in self._quarantine
-        ]
+        for place in self._quarantine:
+            path = self._files.quarantine_path(place.path)
+            # An open may have found it damaged before its last reader was done.
+            self._quarantined.setdefault(path, DiskPlace(path, place.nbytes))
         self._remove, self._quarantine = [], []
         return chores
 
     def return_chores(self, chores: Chores) -> None:
         """Take back what could not be done, for another try."""
         self._remove += chores.remove
-        moved = {self._files.quarantine_path(p.path) for p in chores.quarantine}
-        self._quarantined = [p for p in self._quarantined if p.path not in moved]
+        for place in chores.quarantine:
+            self._quarantined.pop(self._files.quarantine_path(place.path), None)
         self._quarantine += chores.quarantine
 
     def commit(self, record: DiskRecord) -> None:
@@ -249,7 +254,16 @@ class DiskTier:
 
     @property
     def _quarantine_bytes(self) -> int:
-        return sum(place.nbytes for place in (*self._quarantined, *self._quarantine))
+        return sum(place.nbytes for place in (*self._quarantined.values(), *self._quarantine))
+
+    def _drop_oldest(self) -> None:
+        """Let the oldest file go that failed verification."""
+        if self._quarantined:
+            self._remove.append(self._quarantined.pop(next(iter(self._quarantined))))
+            return
+        place = self._quarantine.pop(0)
+        # Chores that failed half-way may have moved it already.
+        self._remove += [place, DiskPlace(self._files.quarantine_path(place.path), 0)]
 
     def _lose_directory(self, error: OSError | KVTierError) -> None:
         if isinstance(error, OSError) and not self._files.attached():
@@ -281,6 +295,20 @@ class DiskTier:
                 fitting.update(line)
                 room -= nbytes
         return fitting
+
+    def _adopt_quarantine(self, found: Found) -> None:
+        """Take in what was put away, except what is to be removed from there."""
+        going = {place.path for place in self._remove}
+        self._quarantined = {
+            file.path: DiskPlace(file.path, file.nbytes)
+            for file in found.quarantined
+            if file.path not in going
+        }
+        self._quarantine = [
+            place
+            for place in self._quarantine
+            if self._files.quarantine_path(place.path) not in self._quarantined
+        ]
 
     def _adopt_chunk(self, shards: list[FoundShard]) -> None:
         header = shards[0].header

@@ -1,0 +1,72 @@
+"""``kvtier verify``: read a disk tier whole, say what is wrong with it, mend it on request."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from kvtier.config import Durability, format_size
+from kvtier.errors import ConfigError, TierUnavailableError
+from kvtier.tiers.disk.files import LocalFiles
+from kvtier.tiers.disk.shard_files import ShardFiles
+from kvtier.tiers.disk.verify import Verdict, Verifier
+
+_SHOWN_MAX = 50
+
+
+def verify(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="Directory of a disk tier.")],
+    repair: Annotated[  # noqa: FBT002
+        bool, typer.Option("--repair", help="Quarantine what is corrupt, remove what is useless.")
+    ] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,  # noqa: FBT002
+) -> None:
+    """Read every byte of a disk tier; exit status 1 when something is wrong and not mended."""
+    if not (path / "shards").is_dir():
+        raise ConfigError(f"{path} is no disk tier: it has no folder 'shards'")
+    files = LocalFiles()
+    owner = ShardFiles(str(path), Durability.NONE, files)
+    try:
+        if repair:
+            owner.lock()
+        verifier = Verifier(str(path), files)
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("reading", total=None)
+            for done, total in verifier.run():
+                progress.update(task, completed=done, total=total)
+        verdict = verifier.verdict
+        if repair:
+            verifier.repair()
+    except OSError as error:
+        raise TierUnavailableError(f"{path}: {error}") from error
+    finally:
+        owner.close()
+    if json_output:
+        typer.echo(json.dumps(asdict(verdict) | {"repaired": repair}, indent=2))
+    else:
+        _show(verdict, repaired=repair)
+    if verdict.findings and not repair:
+        raise typer.Exit(1)
+
+
+def _show(verdict: Verdict, *, repaired: bool) -> None:
+    console = Console()
+    size = format_size(verdict.nbytes)
+    console.print(f"{verdict.sound_shards} sound shards, {size}")
+    if verdict.quarantined_files:
+        console.print(f"{verdict.quarantined_files} files in quarantine from before")
+    if not verdict.findings:
+        return
+    table = Table("file", "problem", "why", title="mended" if repaired else "found")
+    for finding in verdict.findings[:_SHOWN_MAX]:
+        table.add_row(Path(finding.path).name, finding.problem, finding.detail)
+    console.print(table)
+    if len(verdict.findings) > _SHOWN_MAX:
+        console.print(f"and {len(verdict.findings) - _SHOWN_MAX} more; --json lists all")

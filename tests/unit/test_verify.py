@@ -1,0 +1,143 @@
+"""``kvtier verify``: every kind of damage is found by a full read, and mended on request."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvtier import Cache, CacheConfig, DiskConfig, GroupKind, KVGroup, KVLayout, Namespace
+from kvtier.cli.main import app
+from kvtier.constants import MIB
+from kvtier.errors import ConfigError, TierUnavailableError
+from kvtier.testing.engine_double import EngineDouble
+from kvtier.tiers.disk.files import LocalFiles
+from kvtier.tiers.disk.verify import Problem, Verdict, Verifier
+
+CHUNKS = 4
+GROUP = KVGroup(GroupKind.FULL, (0, 1, 2), kv_heads=2, k_dim=8, v_dim=8, dtype="float32")
+NAMESPACE = Namespace("weights", KVLayout((GROUP,), chunk_tokens=16, section_layers=1))
+
+
+def run_once(root: Path) -> Cache:
+    """Store one sequence of chunks and return the cache, which has written all of it."""
+    disk = DiskConfig(str(root), 8 * MIB)
+    cache = Cache(CacheConfig(dram_bytes=MIB, slab_bytes=MIB, disk=disk))
+    engine = EngineDouble(cache, NAMESPACE, block_tokens=4)
+    prompt = engine.sequence(range(16 * CHUNKS))
+    engine.match(prompt)
+    engine.store(prompt)
+    engine.close()
+    return cache
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    run_once(tmp_path / "tier").close()
+    return tmp_path / "tier"
+
+
+def shards(root: Path) -> list[Path]:
+    """Files from the first chunk of the sequence to the last."""
+    return sorted((root / "shards").rglob("*.kvs"), key=lambda path: path.name.split("-")[1])
+
+
+def inspect(root: Path) -> Verdict:
+    verifier = Verifier(str(root), LocalFiles())
+    steps = list(verifier.run())
+    assert not steps or steps[-1][0] == steps[-1][1]
+    return verifier.verdict
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def problems(verdict: Verdict) -> dict[str, Problem]:
+    return {Path(finding.path).name: finding.problem for finding in verdict.findings}
+
+
+def test_a_sound_tier_is_read_whole(root: Path) -> None:
+    verdict = inspect(root)
+    assert (verdict.sound_shards, verdict.findings) == (CHUNKS, ())
+    assert verdict.nbytes == sum(path.stat().st_size for path in shards(root))
+
+
+@pytest.mark.parametrize("section", range(3))
+def test_b78_a_flipped_bit_of_any_section_is_found(root: Path, section: int) -> None:
+    last = shards(root)[-1]
+    flip(last, 4096 * (1 + section) + 100)
+    assert problems(inspect(root)) == {last.name: Problem.CORRUPT}
+
+
+def test_b66_torn_and_swapped_and_foreign_files_are_found(root: Path) -> None:
+    first, second, third, last = shards(root)
+    last.write_bytes(last.read_bytes()[:-4096])
+    assert problems(inspect(root)) == {last.name: Problem.CORRUPT}
+    shutil.copy(first, last)
+    assert problems(inspect(root)) == {last.name: Problem.CORRUPT}
+    (last.parent / "nonsense").write_bytes(b"")
+    assert problems(inspect(root))["nonsense"] is Problem.CORRUPT
+    assert inspect(root).sound_shards == len([first, second, third])
+
+
+def test_what_no_lookup_can_reach_is_an_orphan(root: Path) -> None:
+    first, second, third, last = shards(root)
+    second.unlink()
+    assert problems(inspect(root)) == {third.name: Problem.ORPHAN, last.name: Problem.ORPHAN}
+    assert inspect(root).sound_shards == len([first])
+
+
+def test_leftovers_and_twins_are_useless(root: Path) -> None:
+    first = shards(root)[0]
+    key, generation = first.stem.split("-")
+    older = first.with_name(f"{key}-{int(generation, 16) - 1:016x}.kvs")
+    shutil.copy(first, older)
+    (root / "incoming" / "half").write_bytes(b"half")
+    assert problems(inspect(root)) == {older.name: Problem.TWIN, "half": Problem.LEFTOVER}
+    assert inspect(root).sound_shards == CHUNKS
+
+
+def test_the_command_tells_mends_and_then_finds_nothing(root: Path) -> None:
+    first, second, _, _ = shards(root)
+    flip(second, 5000)
+    (root / "incoming" / "half").write_bytes(b"half")
+    runner = CliRunner()
+    told = runner.invoke(app, ["verify", str(root)])
+    assert told.exit_code == 1
+    assert "corrupt" in told.stdout
+    assert "leftover" in told.stdout
+    mended = runner.invoke(app, ["verify", str(root), "--repair", "--json"])
+    assert mended.exit_code == 0
+    assert len(json.loads(mended.stdout)["findings"]) == len(["corrupt", "half", "two orphans"]) + 1
+    clean = runner.invoke(app, ["verify", str(root), "--json"])
+    report = json.loads(clean.stdout)
+    assert clean.exit_code == 0
+    assert (report["findings"], report["sound_shards"], report["quarantined_files"]) == ([], 1, 1)
+    assert shards(root) == [first]
+    assert (root / "quarantine" / second.name).exists()
+    cache = run_once(root)  # What was mended is written anew.
+    cache.close()
+    assert inspect(root).sound_shards == CHUNKS
+
+
+def test_a_directory_in_use_is_read_but_not_repaired(tmp_path: Path) -> None:
+    cache = run_once(tmp_path / "tier")
+    try:
+        inspect(tmp_path / "tier")
+        result = CliRunner().invoke(app, ["verify", str(tmp_path / "tier"), "--repair"])
+        assert isinstance(result.exception, TierUnavailableError)
+        assert "in use by process" in str(result.exception)
+    finally:
+        cache.close()
+
+
+def test_what_is_no_tier_is_refused(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["verify", str(tmp_path)])
+    assert isinstance(result.exception, ConfigError)
+    assert "no folder 'shards'" in str(result.exception)
