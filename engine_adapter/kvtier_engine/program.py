@@ -52,13 +52,14 @@ class Program(uvicorn.Server):
                 access_log=False,
                 log_config=None,
                 server_header=False,
-                timeout_graceful_shutdown=math.ceil(drain_s) + _LAST_ANSWERS_S,
+                # Never reached: who does not take an answer has been dropped by then.
+                timeout_graceful_shutdown=math.ceil(drain_s) + 2 * _LAST_ANSWERS_S,
             )
         )
         self._server = server
         self._listener = listener
         self._say = say
-        self._stops: set[asyncio.Task[bool]] = set()
+        self._stops: set[asyncio.Task[None]] = set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen, then say so."""
@@ -81,9 +82,16 @@ class Program(uvicorn.Server):
             self._say(f"kvtier-serve: stopping; running requests have {drain_s:g} s to end")
         self._server.admission.drain()
         self.should_exit = True
-        stop = asyncio.create_task(asyncio.to_thread(self._server.engine.stop, drain_s))
+        stop = asyncio.create_task(self._stop(drain_s))
         self._stops.add(stop)
         stop.add_done_callback(self._stops.discard)
+
+    async def _stop(self, drain_s: float) -> None:
+        """Stop the engine, then drop the clients that do not take their last answers."""
+        await asyncio.to_thread(self._server.engine.stop, drain_s)
+        await asyncio.sleep(_LAST_ANSWERS_S)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def banner(server: Server, port: int) -> str:

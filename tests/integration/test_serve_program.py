@@ -16,7 +16,7 @@ import pytest
 
 from kvtier_engine.api.limits import DRAIN_DEADLINE_S
 from kvtier_engine.options import BY_NAME
-from tests.lib.server import PROGRAM, Served, refused, serving, starting
+from tests.lib.server import PROGRAM, Served, refused, series, serving, starting
 from tests.lib.tiny_llama import tiny_config, tiny_tensors, write_folder
 
 LONG = {"prompt": [1, 2, 3], "ignore_eos": True, "max_tokens": 30_000}
@@ -155,6 +155,21 @@ def test_a_signal_gives_up_what_takes_too_long(folder: Path) -> None:
         lines = stream.join()
     assert '"code":"aborted"' in lines[-1]
     assert BY_NAME["drain_seconds"].default == DRAIN_DEADLINE_S
+
+
+def test_a_client_that_does_not_read_does_not_hold_up_the_end(folder: Path) -> None:
+    with serving(*options(folder, "--no-cache", "--drain-seconds=0")) as served:
+        body = json.dumps({**LONG, "stream": True, "logprobs": 20, "n": 16})
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.connect(served.address)
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nHost: it\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
+            deaf.sendall(head.encode() + body.encode())
+            # Each makes about a kilobyte: by then it is stuck, whatever the system buffers.
+            served.wait_until(lambda seen: seen[series("generated_tokens_total")] > 9_000)
+            assert served.stop() == 0
 
 
 def test_b95_a_closed_socket_ends_its_request(folder: Path) -> None:

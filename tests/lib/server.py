@@ -65,6 +65,14 @@ class Served:
         return found[0]
 
     @property
+    def address(self) -> tuple[str, int]:
+        """Host and port, for those who speak to a socket."""
+        parts = urlsplit(self.url)
+        assert parts.hostname
+        assert parts.port
+        return parts.hostname, parts.port
+
+    @property
     def command(self) -> str:
         """The command that it proposes."""
         return next(line for line in self.log if line.startswith("  curl ")).strip()
@@ -201,7 +209,7 @@ class Served:
         return answer
 
     def _connection(self, timeout_s: float = REQUEST_TIMEOUT_S) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=timeout_s)
+        return http.client.HTTPConnection(*self.address, timeout=timeout_s)
 
     def _read_log(self) -> None:
         assert self.process.stderr is not None
