@@ -450,3 +450,43 @@ def test_a_reopen_does_not_bring_back_what_was_to_go(lab: DiskLab) -> None:
             assert lab.write(name)
     assert [lab.read(name) for name in range(5)] == [True] * 5
     lab.check()
+
+
+def test_a_reopen_counts_what_is_put_away_once(lab: DiskLab) -> None:
+    """Found damaged by an open while a reader still has it, and by that reader."""
+    for name in range(3):
+        assert lab.write(name)
+    path = lab.path_of(0)
+    path.write_bytes(path.read_bytes()[:4096])
+    (record,) = (r for r in lab.tier.index if r.entry.key == chunk_key(0))
+    reader = lab.tier.index.lease([record])
+    lab.tier.condemn(record, ShardId(0, 0, 0))
+    assert lab.open()
+    reader.release()
+    lab.check()
+    assert lab.tier.quarantined_count == 1
+
+
+def test_a_reopen_after_chores_that_failed_counts_nothing_twice(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    lab = DiskLab(tmp_path, chunks=4, files=files)
+    lab.open()
+    for name in range(4):
+        assert lab.write(name)
+    for name in (0, 1):
+        damage(lab.path_of(name))
+        assert not lab.read(name)
+    assert lab.do_chores()
+    assert lab.tier.quarantined_count == 2
+    # Room for a new chunk is made from what is kept; the removal fails.
+    files.inject(FileFailure(operations=(FileOperation.REMOVE,), path="quarantine", last=EVER))
+    for fresh in ("new", "newer", "newest"):
+        assert not lab.write(fresh)
+        lab.clock.advance(HEALTH_BACKOFF_S_MAX)
+    assert lab.open()
+    files.inject()
+    lab.check()
+    for fresh in ("new", "newer"):
+        assert lab.write(fresh)
+    lab.check()
+    lab.close()
