@@ -49,10 +49,11 @@ $(READY): pyproject.toml constraints.txt
 
 # ARGS win over HOST, PORT and DISK: kvtier-serve takes no option twice, nor a disk with --no-cache.
 said = $(filter $(foreach flag,$(1),$(flag) $(flag)=%),$(ARGS))
+serve_flags = $(if $(call said,--host),,--host $(HOST)) $(if $(call said,--port),,--port $(PORT)) \
+	$(if $(call said,--disk --no-cache),,--disk '$(DISK)')
+
 serve: $(READY) ## serve the bundled model: make serve PORT=8000 DISK=/data/kv ARGS="--dram 2GiB"
-	.venv/bin/kvtier-serve $(if $(call said,--host),,--host $(HOST)) \
-		$(if $(call said,--port),,--port $(PORT)) \
-		$(if $(call said,--disk --no-cache),,--disk '$(DISK)') $(ARGS)
+	.venv/bin/kvtier-serve $(serve_flags) $(ARGS)
 
 test: $(READY) ## run all tests: make test ARGS="tests/unit -k keys"
 	.venv/bin/python -m pytest $(ARGS)
