@@ -38,6 +38,10 @@ _TURNS: Final = (0, 1, 2, 3, 3, 3, 4)
 _HINTS: Final = {Hint.NONE: 0, Hint.WILL_CONTINUE: 1, Hint.DONE: 2}
 _PER_COUNT: Final = 2 * 5 * 3
 _KINDS: Final = 3 * _PER_COUNT
+# Kinds that differ in the turn alone: there are many turns, and few accesses in late ones.
+_POOLS: Final = tuple(
+    kind // _PER_COUNT * 6 + kind % _PER_COUNT // 2 % 3 * 2 + kind % 2 for kind in range(_KINDS)
+)
 
 
 class Gittins:
@@ -57,7 +61,7 @@ class Gittins:
         self._pinned = pinned
         self._blocks = Blocks()
         self._groups = Groups(self._blocks, _KINDS)
-        self._times = ReuseTimes(_KINDS)
+        self._times = ReuseTimes(_POOLS)
         self._clock = nan
         self._accesses = 0
         self._learn_at = _LEARN_ACCESSES_FIRST
@@ -174,7 +178,7 @@ class Gittins:
             self._ranking.clear()
             groups.new_bins.clear()  # The next ranking looks at all bins.
         if self._accesses >= self._learn_at:
-            self._times.learn(self._accesses)
+            self._times.learn(self._accesses, groups.now)
             self._accesses = 0
             self._learn_at = min(2 * self._learn_at, _LEARN_ACCESSES)
             self._scores.clear()

@@ -202,7 +202,7 @@ def test_buckets_hold_their_edges() -> None:
 def test_the_index_is_the_best_rate_of_any_stopping_time() -> None:
     """Against the definition, computed the long way from the survival that the counts give."""
     draw = random.Random(2)
-    times = ReuseTimes(1)
+    times = ReuseTimes([0])
     for _ in range(2000):
         times.started[0] += 1
         wait_s = draw.lognormvariate(3.0, 1.5)
@@ -215,7 +215,7 @@ def test_the_index_is_the_best_rate_of_any_stopping_time() -> None:
         hazard = times.reused[bucket] / at_risk if at_risk > 0 else 0.0
         survival.append(survival[-1] * (1 - hazard))
         at_risk -= times.reused[bucket] + times.censored[bucket]
-    times.learn(0)
+    times.learn(0, EDGES_S[-1])
     for age in range(bucket_of(500.0)):
         best, wait = 0.0, 0.0
         for stop in range(age, BUCKETS):
