@@ -126,6 +126,10 @@ def _tier_lines(server: Server) -> Iterator[str]:
             f"disk   {format_size(config.disk_bytes)} in {config.disk}, write-{config.disk_mode}, "
             f"durability {config.durability}"
         )
+    cache = server.snapshot().cache
+    for tier in cache.tiers if cache is not None else ():
+        if tier.state not in {"ok", "opening"}:
+            yield f"note   {tier.tier.value} is {tier.state}: {tier.detail}"
 
 
 def _curl(url: str, config: EngineConfig, model: str) -> str:

@@ -6,6 +6,7 @@ in other threads without it. No method waits for a tier.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable
 from functools import lru_cache
@@ -20,6 +21,7 @@ from kvtier.cache.opener import DiskOpener
 from kvtier.cache.planner import check_blocks, check_store
 from kvtier.cache.plans import OpenPlans
 from kvtier.cache.sequence import Sequence
+from kvtier.cache.state_log import StateLog
 from kvtier.cache.store import Storer
 from kvtier.cache.writeout import Writeout
 from kvtier.clock import SystemClock
@@ -35,6 +37,8 @@ from kvtier.tiers.disk.shard_files import FileSystem, ShardFiles
 from kvtier.tiers.disk.tier import DiskRecord, DiskTier
 from kvtier.tiers.dram import DramRecord, DramTier, PolicyFactory
 from kvtier.types import Blocks, Features, MissReason, Namespace, Plan, Result, Tier
+
+_log = logging.getLogger("kvtier.disk")
 
 _FEATURES = Features()
 
@@ -76,6 +80,7 @@ class Cache:
             self._clock, read_threads=IO_THREADS_DEFAULT, tick=self._tick, tick_s=HOUSEKEEPING_S
         )
         self._disk: DiskTier | None = None
+        self._state_log: StateLog | None = None
         self._filler: Filler | None = None
         self._writeout: Writeout | None = None
         self._opener: DiskOpener | None = (
@@ -113,6 +118,7 @@ class Cache:
         """Make the disk tier and what works for it; it is not open yet."""
         shard_files = ShardFiles(config.path, config.durability, files)
         self._disk = DiskTier(config, shard_files, policy, self._clock, self._left_disk)
+        self._state_log = StateLog(config.path)
         work = (self._executor, self._lock, self._counters[Tier.DISK])
         tiers = (self._dram, self._disk, shard_files)
         self._filler = Filler(*tiers, *work, self._clock)
@@ -341,3 +347,11 @@ class Cache:
                 self._opener.tick()
             if self._writeout is not None:
                 self._writeout.pump()
+            line = self._state_line()
+        if line is not None:
+            _log.warning("%s", line)
+
+    def _state_line(self) -> str | None:
+        if self._disk is None or self._state_log is None:
+            return None
+        return self._state_log.line(*self._disk.state, self._clock.now())

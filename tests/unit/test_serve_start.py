@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvtier.errors import ConfigError, KVTierError
+from kvtier.testing.engine_double import wait_until
 from kvtier_engine.api.errors import ApiError
 from kvtier_engine.api.limits import QUEUED_SEQUENCES_MAX
 from kvtier_engine.program import banner
@@ -76,6 +77,13 @@ def test_the_banner_names_tiers_and_a_command(folder: Path, tmp_path: Path) -> N
     assert "none (--no-cache)" in text
     assert "sesame" not in text
     assert "$KVTIER_API_KEY" in text
+
+
+def test_the_banner_says_that_the_disk_cannot_be_used(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("a file is in the way")
+    server = made(folder, f"--disk={tmp_path}/kv")
+    wait_until(lambda: "note   disk is missing: " in banner(server, 1234), "the disk is not noted")
+    server.close()
 
 
 def test_auto_takes_what_is_there(folder: Path) -> None:

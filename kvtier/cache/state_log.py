@@ -1,0 +1,28 @@
+"""What is logged of the disk's state: when it changes, at most once a minute. Pure."""
+
+from __future__ import annotations
+
+import math
+
+from kvtier.constants import LOG_INTERVAL_S
+
+
+class StateLog:
+    """Decides what is logged of one disk. Owned by its cache, used under the cache's lock."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._told = "ok"
+        self._told_s = -math.inf
+
+    def line(self, state: str, detail: str, now: float) -> str | None:
+        """Return the line for a state that is news, or None. ``now`` in seconds never goes back.
+
+        A state that comes and goes within the minute is left out; one that stays is told then.
+        """
+        if state in {"opening", self._told} or now - self._told_s < LOG_INTERVAL_S:
+            return None
+        self._told, self._told_s = state, now
+        if state == "ok":
+            return f"disk tier {self._path}: ok again"
+        return f"disk tier {self._path}: {state} ({detail}); requests are answered all the same"
