@@ -166,14 +166,15 @@ def test_b90_aborted_prefetches_lose_no_slot(room: Room, seed_offset: int) -> No
 
 
 class TestSlabs:
-    def test_one_size_that_fills_everything_gives_way_to_another(self, room: Room) -> None:
+    def test_the_coldest_slab_is_given_over(self, room: Room) -> None:
         for name in range(32):
             room.store(name, 1)
-        room.touch(*range(8))
+        # The policy's eight victims lie two in each slab, so none of them becomes empty by that.
+        for slab in (2, 3, 1, 0):
+            room.touch(*range(8 * slab + 2, 8 * slab + 8))
         room.store("large", 8)
-        # The coldest slab, not the one that was just touched.
-        assert set(room.left) == {chunk_key(name) for name in range(8, 16)}
-        assert room.holds(*range(8)) == [True] * 8
+        oldest = [8 * slab + n for slab in range(4) for n in range(2)]
+        assert set(room.left) == {chunk_key(name) for name in (*oldest, *range(18, 24))}
 
     def test_a_slab_with_a_pinned_chunk_is_not_touched(self, room: Room) -> None:
         records = [room.store(name, 1) for name in range(32)]
@@ -231,12 +232,14 @@ class TestSlabs:
         lease.release()
 
     def test_a_prefix_stays_when_its_own_continuation_comes_in(self, room: Room) -> None:
-        room.store("prefix", 1)
-        for n in range(31):
-            room.store(n, 1, parent="prefix" if n == 0 else None)
-        room.touch(*range(30, -1, -1))
-        room.store("large", 8, parent=0)
-        assert room.holds("prefix", 0) == [True, True]
+        for name in range(32):
+            room.store(name, 1, parent=0 if name == 1 else None)
+        for slab in range(4):
+            # Slab 0 is the coldest, and the oldest chunks lie scattered; 0 and 1 are among them.
+            room.touch(*range(8 * slab + 3, 8 * slab + 8))
+        room.store("large", 8, parent=1)
+        assert room.holds(0, 1) == [True, True]
+        assert room.holds(*range(11, 16)) == [False] * 5
 
     def test_a_chunk_with_two_slots_in_a_slab_leaves_it_once(self, room: Room) -> None:
         for n in range(16):
