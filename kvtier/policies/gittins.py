@@ -27,7 +27,7 @@ from kvtier.types import ChunkKey, Entry, Features, Hint
 GHOSTS_MIN: Final = 65_536
 # Index tables are computed anew after this many accesses, more often at the start.
 _LEARN_ACCESSES_FIRST: Final = 256
-_LEARN_ACCESSES: Final = 4096
+_LEARN_ACCESSES: Final = 8192
 # A ranking of the bins by age serves until this share of the held blocks has left.
 _RANKING_SHARE: Final = 512
 _NEW_BINS_MAX: Final = 4096

@@ -16,8 +16,8 @@ that is, the best rate of hits per second of keeping the block that any stopping
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
-from math import log2
+from itertools import accumulate, pairwise
+from math import fsum, log2
 from operator import add
 from typing import Final, NamedTuple
 
@@ -38,6 +38,8 @@ _BORROWED_BY_POOLS: Final = 4.0
 _PRIOR: Final = 1.0
 # Spans of time in which the beginnings of waits are counted.
 _SLICES_MAX: Final = 64
+
+_WIDTHS_S: Final = tuple(after - before for before, after in pairwise(EDGES_S))
 
 
 def bucket_of(age_s: float) -> int:
@@ -142,9 +144,7 @@ class _Counts(NamedTuple):
 
 
 def _sum(many: Sequence[_Counts]) -> _Counts:
-    return _Counts(
-        *([sum(values) for values in zip(*same, strict=True)] for same in zip(*many, strict=True))
-    )
+    return _Counts(*(list(map(fsum, zip(*same, strict=True))) for same in zip(*many, strict=True)))
 
 
 def _scaled(counts: _Counts, started: float) -> _Counts:
@@ -163,16 +163,17 @@ def _index(counts: _Counts) -> list[float]:
     hull of what follows.
     """
     waits, hits = [0.0], [0.0]
-    survival = in_sight = 1.0
-    for bucket, (started, reused, censored) in enumerate(zip(*counts, strict=True)):
-        at_risk = max(started * survival * in_sight, 1e-9)
-        hazard = min(reused / at_risk, 1.0)
-        after = survival * (1.0 - hazard)
-        width = EDGES_S[bucket + 1] - EDGES_S[bucket]
-        waits.append(waits[-1] + 0.5 * (survival + after) * width)
-        hits.append(hits[-1] + survival - after)
-        in_sight *= 1.0 - min(censored / at_risk, 1.0)
+    wait, survival, in_sight = 0.0, 1.0, 1.0
+    for started, reused, censored, width in zip(*counts, _WIDTHS_S, strict=True):
+        after = survival
+        at_risk = started * survival * in_sight
+        if at_risk > 1e-9:
+            after *= 1.0 - reused / at_risk if reused < at_risk else 0.0
+            in_sight *= 1.0 - censored / at_risk if censored < at_risk else 0.0
+        wait += 0.5 * (survival + after) * width
         survival = after
+        waits.append(wait)
+        hits.append(1.0 - survival)
     index = [0.0] * BUCKETS
     hull = [BUCKETS]
     for bucket in range(BUCKETS - 1, -1, -1):
