@@ -20,7 +20,7 @@ NEW_TOKENS = 12
 DISK_BYTES = 96 * MIB
 #: What allocators and libraries may add after the first period, and do at a falling rate.
 GROWTH_BYTES_MAX = 128 * MIB
-TTFT_S_MAX = 30.0
+TTFT_S_MAX = 60.0
 
 Prompt = tuple[int, ...]
 
