@@ -93,7 +93,8 @@ class Writeout:
     def pump(self) -> None:
         """Start as many writes as may be out; else the chores that wait for no write."""
         while self._dirty and self.inflight_count < WRITES_INFLIGHT_MAX and self._disk.writable():
-            if not self._write_all and self._dirty_bytes <= self._high_bytes:
+            enough = self._write_all or self._dirty_bytes > self._high_bytes
+            if not enough and not self._disk.probe_due():
                 break
             key = next(iter(self._dirty))
             dirty = self._take(key)

@@ -181,9 +181,8 @@ class EngineDouble:
             RankPool(namespace.layout, each, block_tokens=block_tokens, block_count=block_count)
             for each in placements
         ]
-        self.workers = [CacheWorker(each, cache.arena, clock=clock) for each in placements]
-        for worker, rank in zip(self.workers, self.ranks, strict=True):
-            worker.register_pool(rank.pool)
+        self._clock = clock
+        self.workers = [self._worker(rank) for rank in self.ranks]
         self._block_ids = range(block_count)
         self._random = random.Random(seed)
 
@@ -301,6 +300,21 @@ class EngineDouble:
             tokens = range(outcome.start_token, outcome.end_token)
             rank.check(loading.match.sequence.chunk_keys, blocks, tokens)
             rank.check_untouched(blocks)
+
+    def replace_worker(self, number: int) -> None:
+        """Let a worker die with its answers and put a new one beside its pool.
+
+        The cache is told by ``lose_worker``, afterwards.
+        """
+        for index, rank in enumerate(self.ranks):
+            if rank.placement.worker == number:
+                self.workers[index].close()
+                self.workers[index] = self._worker(rank)
+
+    def _worker(self, rank: RankPool) -> CacheWorker:
+        worker = CacheWorker(rank.placement, self.cache.arena, clock=self._clock)
+        worker.register_pool(rank.pool)
+        return worker
 
     def close(self) -> None:
         """End the workers."""

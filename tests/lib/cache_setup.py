@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,6 +150,15 @@ class CacheSetup:
     def shard_files(self) -> list[Path]:
         """Every shard on disk, in no order."""
         return sorted((self.folder / "disk" / "shards").rglob("*.kvs"))
+
+    def disk_bytes(self) -> int:
+        """Bytes of all shards on disk, whole, quarantined or being written."""
+        total = 0
+        for folder in ("shards", "quarantine", "incoming"):
+            for path in (self.folder / "disk" / folder).rglob("*.kvs"):
+                with contextlib.suppress(FileNotFoundError):
+                    total += path.stat().st_size
+        return total
 
 
 class ErrorLog(logging.Handler):

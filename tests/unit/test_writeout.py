@@ -90,6 +90,20 @@ def test_back_writes_above_its_watermark(setup: CacheSetup) -> None:
     assert engine.cache.stats().writes_queued == high
 
 
+def test_b119_back_tries_a_disk_again_below_its_watermark(setup: CacheSetup) -> None:
+    """Else a disk that was full once would be called full for ever."""
+    clock = FakeClock()
+    engine = setup.open(dram_chunks=4, mode=WriteMode.BACK, clock=clock)
+    engine.match(engine.sequence([]))
+    setup.files.inject(FileFailure(operations=(FileOperation.CREATE,), errno=errno.ENOSPC))
+    for start in range(3):
+        store_one(engine, start)
+    wait_until(lambda: engine.cache.stats().degraded, "nothing is written back")
+    clock.advance(HEALTH_BACKOFF_S_MIN)
+    wait_until(lambda: not engine.cache.stats().degraded, "the disk is not tried again")
+    settle(engine)
+
+
 def test_b71_closing_writes_back_what_is_dirty(setup: CacheSetup) -> None:
     engine = setup.open(mode=WriteMode.BACK, dram_chunks=32)
     sequence = engine.sequence(range(12 * CHUNK))
