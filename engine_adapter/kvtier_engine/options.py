@@ -224,7 +224,7 @@ def usage() -> str:
     lines += [f"  {left:<{width}}{right}" for left, right in shown]
     lines += [
         "",
-        "Sizes are bytes, or take KiB, MiB, GiB. The command line wins over the environment",
+        "Sizes are bytes, or take KiB, MiB, GiB, TiB. The command line wins over the environment",
         "(KVTIER_SERVE_PORT and so on, KVTIER_API_KEY), which wins over the file.",
     ]
     return "\n".join(lines)
