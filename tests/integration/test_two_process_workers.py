@@ -145,7 +145,7 @@ class Deployment:
 
     def close(self) -> None:
         for rank in self.ranks:
-            rank.close()
+            rank.kill()
         self.settle()
         self.cache.close()
 
@@ -200,9 +200,8 @@ def test_b45_a_rank_that_fails_and_one_that_dies(deployment: Deployment) -> None
     (plan,) = load.poll()
     deployment.execute(plan)
     deployment.ranks[1].wait_for_stall()
-    deployment.ranks[1].kill()
-    deployment.ranks[1].close()
     rank = deployment.ranks.pop()
+    rank.kill()
     wait_until(lambda: bool(answered(deployment)), "rank 0 does not answer")
     assert not is_over(load), "a rank still owes its answer"
     assert tier_stats(deployment.cache, Tier.DRAM).pinned_chunks == 3
