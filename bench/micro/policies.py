@@ -129,7 +129,9 @@ def measure(name: str, blocks: int, rounds: int, keys: list[ChunkKey]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--blocks", type=int, nargs="+", default=[1000, 100_000])
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()

@@ -210,10 +210,12 @@ def run_round(bench: Bench, round_: int, durability: Durability) -> dict[str, fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: does it run?")
-    parser.add_argument("--path", default=None, help="directory on the disk to measure")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--path", default=None, help="directory on the disk to measure (/tmp)")
+    parser.add_argument("--rounds", type=int, default=9, help="of each durability (9)")
     options = parser.parse_args()
     layers, chunks, rounds = (2, 2, 1) if options.smoke else (32, 8, options.rounds)
     limits = {
