@@ -108,7 +108,10 @@ class PowerCutFiles:
             for name in self._unsafe_names():
                 if self._random.random() < 0.5:
                     self._make_safe(name)
-            unsafe = {str(p.parent) for p in map(Path, self._safe_names)} - self._safe_directories
+            above = {str(d) for name in self._safe_names for d in Path(name).parents}
+            unsafe = {
+                d for d in above - self._safe_directories if Path(d).is_relative_to(self._root)
+            }
             lost = {d for d in sorted(unsafe) if self._random.random() < 0.5}
             for name in self._names:
                 Path(name).unlink(missing_ok=True)

@@ -490,3 +490,57 @@ def test_a_reopen_after_chores_that_failed_counts_nothing_twice(tmp_path: Path) 
         assert lab.write(fresh)
     lab.check()
     lab.close()
+
+
+class TestHalfDoneChores:
+    """A file was put away, then a removal failed: both are to be done again."""
+
+    @pytest.fixture
+    def lab(self, tmp_path: Path) -> Iterator[DiskLab]:
+        files = FaultyFiles()
+        made = DiskLab(tmp_path, chunks=4, files=files)
+        made.open()
+        for name in range(4):
+            assert made.write(name)
+        damage(made.path_of(0))
+        assert not made.read(0)
+        (record,) = (r for r in made.tier.index if r.entry.key == chunk_key(1))
+        made.tier.forget(record)
+        files.inject(FileFailure(operations=(FileOperation.REMOVE,), last=EVER))
+        assert not made.do_chores()
+        assert len(files_below(made.root, "quarantine")) == 1
+        files.inject()
+        made.clock.advance(HEALTH_BACKOFF_S_MAX)
+        yield made
+        made.check()
+        made.close()
+
+    def test_they_are_done_again(self, lab: DiskLab) -> None:
+        lab.check()
+        assert lab.tier.quarantined_count == 1
+
+    def test_a_reopen_counts_them_once(self, lab: DiskLab) -> None:
+        assert lab.open()
+        assert lab.tier.used_bytes == bytes_on_disk(lab.root)
+        assert lab.tier.quarantined_count == 1
+
+    def test_what_was_put_away_makes_room_too(self, lab: DiskLab) -> None:
+        targets = [
+            lab.tier.reserve(lab.entry(fresh), NAMESPACE, CODEC, lab.sizes) for fresh in "ab"
+        ]
+        assert lab.do_chores()
+        assert files_below(lab.root, "quarantine") == []
+        for target in targets:
+            assert target is not None
+            lab.write_files(target)
+            lab.tier.commit(target)
+
+
+def test_a_reopen_leaves_alone_what_is_about_to_be_written(lab: DiskLab) -> None:
+    target = lab.tier.reserve(lab.entry("a"), NAMESPACE, CODEC, lab.sizes)
+    assert target is not None
+    assert lab.open()
+    lab.write_files(target)
+    lab.tier.commit(target)
+    assert lab.read("a")
+    lab.check()

@@ -90,6 +90,16 @@ NEW = ("create in/new", "sync in/new")
             ("create deep/new", "sync deep/new", "sync_directory deep", "sync_directory ."),
             {"whole"},
         ),
+        (
+            "deep/er/new",
+            (
+                "create deep/er/new",
+                "sync deep/er/new",
+                "sync_directory deep/er",
+                "sync_directory deep",
+            ),
+            {"gone", "whole"},
+        ),
     ],
 )
 def test_what_may_become_of_a_file(
