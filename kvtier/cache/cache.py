@@ -228,8 +228,14 @@ class Cache:
                 self._writeout.pump()
 
     def lose_worker(self, worker: int) -> None:
-        """Answer everything that a dead worker owes as failed."""
+        """Answer everything that a dead worker owes as failed, and let no load count on it.
+
+        Every load has KV for all workers, so those under way come to nothing. What begins later
+        takes for granted that another worker has that number.
+        """
         with self._lock:
+            for load in self._loads:
+                load.end(MissReason.WORKER)
             self._plans.lose(worker)
 
     def invalidate(self, namespace: Namespace) -> int:
@@ -341,6 +347,7 @@ class Cache:
 
     def _tick(self) -> None:
         with self._lock:
+            self._loads = {load for load in self._loads if load.outcome is None}
             for load in self._loads:
                 load.keep_deadline()
             if self._opener is not None:

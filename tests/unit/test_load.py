@@ -551,6 +551,24 @@ def test_a_lost_worker_ends_what_it_owes(setup: CacheSetup) -> None:
     assert engine.match(longer).tokens == 40
 
 
+def test_nothing_more_is_ordered_of_a_worker_that_is_lost(setup: CacheSetup) -> None:
+    """The second chunk came first and was ordered; the first one comes when nobody is there."""
+    engine = on_disk(setup, range(2 * CHUNK))
+    sequence = engine.sequence(range(2 * CHUNK))
+    gate = FileGate(operations=(FileOperation.READ,), path=sequence.chunk_keys[0].hex())
+    match = engine.match(sequence)
+    setup.files.inject(gate)
+    loading = engine.begin_load(match)
+    assert loading is not None
+    wait_until(lambda: bool(loading.load.poll()), "the second chunk is not ordered")
+    gate.wait_for_arrivals()
+    engine.cache.lose_worker(0)
+    assert loading.outcome.misses == (Miss(Tier.DISK, MissReason.WORKER, 2 * CHUNK),)
+    gate.open()
+    settle(engine)
+    assert loading.load.poll() == []
+
+
 # Figures
 
 
