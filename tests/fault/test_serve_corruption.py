@@ -110,4 +110,4 @@ async def test_b78_a_bad_file_is_a_miss_counted_and_quarantined(
     async with assembled(*options) as served:
         await check_wells(served, prompt, tally)
     tally.assert_few_ties()
-    report("corruption", **rounds)
+    report("corruption", scale, **rounds)

@@ -106,6 +106,6 @@ def test_b66_killed_while_writing(tmp_path: Path, rng: random.Random, scale: int
     for answer in [*answers, *survived]:
         tally.check(answer.prompt, answer.tokens)
     tally.assert_few_ties()
-    report("killed while writing", kills=kills, in_a_write=hits, answers=len(answers))
+    report("killed while writing", scale, kills=kills, in_a_write=hits, answers=len(answers))
     # In a late round, most of what is asked may be there already.
     assert hits > kills / 2

@@ -46,7 +46,7 @@ def test_a_long_prompt_comes_back_from_disk_in_a_fraction_of_the_time(
         runs.append((cold.ttft_s, restarted.ttft_s))
     tally.assert_few_ties()
     cold_s, restarted_s = (statistics.median(times) for times in zip(*runs, strict=True))
-    report("restart", prompt_tokens=PROMPT_TOKENS, cold_s=cold_s, restarted_s=restarted_s)
+    report("restart", scale, prompt_tokens=PROMPT_TOKENS, cold_s=cold_s, restarted_s=restarted_s)
     assert cold_s / restarted_s >= ratio_min, runs
 
 

@@ -94,6 +94,7 @@ def test_many_clients_of_which_some_leave(tmp_path: Path, rng: random.Random, sc
     ttft_s = max(answer.ttft_s for answer in stayed)
     report(
         "many clients",
+        scale,
         clients=clients,
         seconds=2 * seconds,
         answers=len(stayed),

@@ -12,9 +12,8 @@ from tests.tidy.sources import ROOT
 PATH = ROOT / "bench" / "results" / "soak.jsonl"
 
 
-def report(name: str, **figures: float) -> None:
+def report(name: str, scale: int, **figures: float) -> None:
     """Append figures; in a run of normal size, where they say little, do nothing."""
-    scale = int(os.environ.get("KVTIER_SCALE", "1"))
     if scale == 1:
         return
     rounded = {key: round(value, 4) for key, value in figures.items()}
