@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.testing.engine_double import wait_until
 from tests.lib.cache_setup import CHUNK, CacheSetup, ErrorLog, written
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,7 +66,7 @@ def test_b66_kill_9_while_storing_leaves_whole_chunks_within_the_bound(
         if match.hits:
             assert engine.load(match).outcome.end_token == match.tokens
             found += len(match.hits)
-    assert found == len(setup.shard_files()), "what lies there is reachable"
+    wait_until(lambda: found == len(setup.shard_files()), "what lies there is not reachable")
     assert not list((setup.folder / "disk" / "incoming").iterdir())
     for start in STARTS:
         engine.store(engine.sequence(range(start, start + 3 * CHUNK)))
