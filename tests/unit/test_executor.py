@@ -307,10 +307,15 @@ class TestClose:
         assert answers.none_left
         assert [r for r in caplog.records if r.levelno >= logging.ERROR] == []
 
-    def test_a_second_close_does_nothing_and_no_thread_is_left(self, executor: Executor) -> None:
+    def test_a_second_close_does_nothing_and_no_thread_is_left(self, clock: FakeClock) -> None:
+        before = set(threading.enumerate())
+        executor = Executor(clock, read_threads=2, tick=lambda: None, tick_s=60.0)
+        executor.start()
+        started = set(threading.enumerate()) - before
+        assert len(started) == 4
         executor.close(WAIT_S)
         executor.close(WAIT_S)
-        assert [t.name for t in threading.enumerate() if t.name.startswith("kvtier-")] == []
+        assert not any(thread.is_alive() for thread in started)
 
 
 class TestThreadPool:
