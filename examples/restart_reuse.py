@@ -3,6 +3,7 @@
 Starts ``kvtier-serve`` with an empty disk tier, sends a long prompt, stops the server, starts a new
 one on the same disk and sends the prompt again. Both requests are the first that their server gets.
 Repeats with other prompts, prints the medians, and fails unless both answers are the same text.
+The disk tier lies in a temporary folder; ``TMPDIR`` chooses the disk where that is memory.
 
     .venv/bin/python examples/restart_reuse.py
     .venv/bin/python examples/restart_reuse.py --repetitions 5 --json
@@ -214,7 +215,9 @@ def print_table(summary: dict[str, Any]) -> None:
 
 def main() -> int:
     """Measure; return 1 when a restart changed an answer."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="", help="folder or GGUF file (the bundled model)")
     parser.add_argument("--repetitions", type=int, default=3, help="prompts to measure (3)")
     parser.add_argument("--prompt-tokens", type=int, default=1800, help="about that many (1800)")
@@ -223,7 +226,11 @@ def main() -> int:
     parser.add_argument("--disk-bytes", default="4GiB", help="size of the disk tier (4GiB)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     options = parser.parse_args()
-    runs = [repeat(options, SEED + number) for number in range(options.repetitions)]
+    runs = []
+    for number in range(options.repetitions):
+        runs.append(repeat(options, SEED + number))
+        told = f"cold {runs[-1].cold.ttft_s:.2f} s, restarted {runs[-1].restarted.ttft_s:.2f} s"
+        print(f"prompt {number + 1} of {options.repetitions}: {told}", file=sys.stderr)
     summary = summarize(runs)
     if options.json:
         print(json.dumps(summary, indent=2))
