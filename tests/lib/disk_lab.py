@@ -294,3 +294,16 @@ class DiskLab:
         assert set(files_below(self.root, "shards")) == known, "an orphan, or a record of nothing"
         assert not files_below(self.root, "incoming")
         assert self.tier.quarantined_count == len(files_below(self.root, "quarantine"))
+
+
+def write_chain(lab: DiskLab, name: str, length: int) -> list[str]:
+    names = [f"{name}{depth}" for depth in range(length)]
+    for depth, each in enumerate(names):
+        assert lab.write(each, names[depth - 1] if depth else None)
+    return names
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-4096] ^= 1
+    path.write_bytes(data)

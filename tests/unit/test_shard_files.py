@@ -25,20 +25,8 @@ from kvtier.testing.fault_files import (
 from kvtier.testing.policy_machine import chunk_key
 from kvtier.tiers.disk.files import LocalFiles
 from kvtier.tiers.disk.shard_files import ShardFiles
-from kvtier.types import Entry, ShardId
-from tests.lib.disk_lab import (
-    SECTION_BYTES,
-    aligned,
-    describe,
-    expect,
-    files_below,
-    fill_slot,
-    geometry_of,
-    section_of,
-)
-
-SHARD = ShardId(0, 0, 0)
-NBYTES = geometry_of(SHARD).shard_bytes
+from tests.lib.disk_lab import aligned, expect, files_below, geometry_of
+from tests.lib.shard_room import NBYTES, SHARD, get, put, right
 
 
 @pytest.fixture
@@ -52,30 +40,6 @@ def shards(tmp_path: Path, files: FaultyFiles) -> Iterator[ShardFiles]:
     made.open()
     yield made
     made.close()
-
-
-def put(shards: ShardFiles, name: object, parent: object | None = None) -> Path:
-    above = None if parent is None else chunk_key(parent)
-    entry = Entry(chunk_key(name), above, NBYTES, 0 if parent is None else 1)
-    path = shards.new_path(entry.key, SHARD)
-    slot = aligned(NBYTES)
-    fill_slot(slot, entry.key, SHARD)
-    shards.write(path, slot, describe(entry, SHARD))
-    return Path(path)
-
-
-def get(shards: ShardFiles, path: Path, name: object) -> list[bytes]:
-    """Read a chunk's shard; return its sections."""
-    slot = aligned(NBYTES)
-    seen: list[int] = []
-    shards.read(str(path), slot, expect(chunk_key(name), SHARD), seen.append)
-    assert seen[-1] == len(geometry_of(SHARD).section_offsets)
-    return [bytes(slot[o : o + SECTION_BYTES]) for o in geometry_of(SHARD).section_offsets]
-
-
-def right(name: object) -> list[bytes]:
-    count = len(geometry_of(SHARD).section_offsets)
-    return [section_of(chunk_key(name), SHARD, section) for section in range(count)]
 
 
 def test_what_is_written_is_read_and_found_again(shards: ShardFiles, tmp_path: Path) -> None:
@@ -352,100 +316,6 @@ def test_a_directory_that_was_replaced_is_not_written_to(
     assert shards.attached()
     put(shards, "b")
     assert moved.joinpath(path.relative_to(tmp_path)).exists()
-
-
-class TestDurability:
-    def opened(self, root: Path, durability: Durability, files: FaultyFiles) -> ShardFiles:
-        shards = ShardFiles(str(root), durability, files)
-        shards.open()
-        files.calls.clear()
-        return shards
-
-    def operations(self, files: FaultyFiles) -> list[str]:
-        return [call.operation.value for call in files.calls]
-
-    def test_none_syncs_nothing(self, tmp_path: Path, files: FaultyFiles) -> None:
-        shards = self.opened(tmp_path, Durability.NONE, files)
-        put(shards, "a")
-        shards.commit_group()
-        assert self.operations(files) == ["create", "replace"]
-        shards.close()
-
-    def test_each_syncs_bytes_before_the_name_and_the_name_before_it_returns(
-        self, tmp_path: Path, files: FaultyFiles
-    ) -> None:
-        shards = self.opened(tmp_path, Durability.EACH, files)
-        path = put(shards, "a")
-        first, second, third, *names = files.calls
-        incoming = str(tmp_path / "incoming" / path.name)
-        assert (first.operation, first.path) == (FileOperation.CREATE, incoming)
-        assert (second.operation, second.path) == (FileOperation.SYNC_FILE, incoming)
-        assert (third.operation, third.target) == (FileOperation.REPLACE, str(path))
-        assert {call.operation for call in names} == {FileOperation.SYNC_DIRECTORY}
-        # A new directory has a name too, which is safe only with its parent.
-        assert [call.path for call in names] == [str(path.parent), str(path.parent.parent)]
-        files.calls.clear()
-        shards.write(
-            str(path.with_name("again")),
-            self.slot("a"),
-            describe(Entry(chunk_key("a"), None, NBYTES, 0), SHARD),
-        )
-        assert self.operations(files) == ["create", "sync_file", "replace", "sync_directory"]
-        shards.close()
-
-    def slot(self, name: object) -> memoryview:
-        slot = aligned(NBYTES)
-        fill_slot(slot, chunk_key(name), SHARD)
-        return slot
-
-    def test_batch_syncs_a_group_later_and_each_directory_once(
-        self, tmp_path: Path, files: FaultyFiles
-    ) -> None:
-        shards = self.opened(tmp_path, Durability.BATCH, files)
-        paths = [put(shards, name) for name in range(6)]
-        assert set(self.operations(files)) == {"create", "replace"}
-        paths[0].unlink()
-        files.calls.clear()
-        shards.commit_group()
-        synced = [c.path for c in files.calls if c.operation is FileOperation.SYNC_FILE]
-        assert synced == [str(path) for path in paths[1:]]
-        directories = [c.path for c in files.calls if c.operation is FileOperation.SYNC_DIRECTORY]
-        assert len(directories) == len(set(directories))
-        assert {str(path.parent) for path in paths[1:]} <= set(directories)
-        last_file = max(i for i, c in enumerate(files.calls) if c.path in synced)
-        first_directory = min(i for i, c in enumerate(files.calls) if c.path in directories)
-        assert last_file < first_directory
-        files.calls.clear()
-        shards.commit_group()
-        assert files.calls == []
-        shards.close()
-
-    @pytest.mark.parametrize("operation", [FileOperation.SYNC_FILE, FileOperation.SYNC_DIRECTORY])
-    def test_a_group_that_failed_is_tried_again_whole(
-        self, tmp_path: Path, files: FaultyFiles, operation: FileOperation
-    ) -> None:
-        shards = self.opened(tmp_path, Durability.BATCH, files)
-        paths = [put(shards, name) for name in range(3)]
-        files.inject(FileFailure(operations=(operation,), nth=2 if "file" in operation else 1))
-        with pytest.raises(OSError, match="Input/output"):
-            shards.commit_group()
-        paths.append(put(shards, 3))
-        files.calls.clear()
-        shards.commit_group()
-        synced = [c.path for c in files.calls if c.operation is FileOperation.SYNC_FILE]
-        assert synced == [str(path) for path in paths]
-        shards.close()
-
-    @pytest.mark.parametrize("operation", [FileOperation.SYNC_FILE, FileOperation.SYNC_DIRECTORY])
-    def test_a_write_that_could_not_be_synced_did_not_happen(
-        self, tmp_path: Path, files: FaultyFiles, operation: FileOperation
-    ) -> None:
-        shards = self.opened(tmp_path, Durability.EACH, files)
-        files.inject(FileFailure(operations=(operation,)))
-        with pytest.raises(OSError, match="Input/output"):
-            put(shards, "a")
-        assert files_below(tmp_path) == []
-        shards.close()
 
 
 def test_a_header_is_checked_before_its_sizes_are_believed(shards: ShardFiles) -> None:
