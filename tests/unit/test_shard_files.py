@@ -129,6 +129,26 @@ def test_b85_short_writes_are_continued_or_the_file_is_not_there(
         assert files_below(tmp_path) == before
 
 
+@pytest.mark.parametrize("made", [False, True], ids=["nothing made", "file made"])
+def test_a_file_system_without_direct_io_serves_too(
+    shards: ShardFiles, monkeypatch: pytest.MonkeyPatch, made: bool
+) -> None:
+    """Some refuse the flag before the file is made, some after."""
+    system_open = os.open
+
+    def refuse(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            if made and flags & os.O_CREAT:
+                os.close(system_open(path, flags & ~os.O_DIRECT, mode))
+            raise OSError(errno.EINVAL, "Invalid argument", path)
+        return system_open(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    path = put(shards, "a")
+    assert get(shards, path, "a") == right("a")
+    assert [shard.path for shard in shards.open().shards] == [str(path)]
+
+
 @pytest.mark.parametrize("nbytes", [0, 512, 4096, NBYTES - 4096])
 def test_short_reads_are_no_data(shards: ShardFiles, files: FaultyFiles, nbytes: int) -> None:
     path = put(shards, "a")
