@@ -219,7 +219,14 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="", help="folder or GGUF file (the bundled model)")
-    parser.add_argument("--repetitions", type=int, default=3, help="prompts to measure (3)")
+    parser.add_argument(
+        "--repetitions",
+        type=int,
+        default=3,
+        choices=range(1, 101),
+        metavar="1..100",
+        help="prompts to measure (3)",
+    )
     parser.add_argument("--prompt-tokens", type=int, default=1800, help="about that many (1800)")
     parser.add_argument("--max-tokens", type=int, default=24, help="tokens to generate (24)")
     parser.add_argument("--dram", default="1GiB", help="size of the DRAM tier (1GiB)")

@@ -14,6 +14,7 @@ prefill must multiply every weight with every token (matrix product).
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+# As in kvtier-serve: threads without work sleep, for both sides of the comparison.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 if __name__ == "__main__":

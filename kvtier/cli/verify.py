@@ -61,7 +61,7 @@ def _show(verdict: Verdict, *, repaired: bool) -> None:
     size = format_size(verdict.nbytes)
     console.print(f"{verdict.sound_shards} sound shards, {size}")
     if verdict.quarantined_files:
-        console.print(f"{verdict.quarantined_files} files in quarantine from before")
+        console.print(f"in quarantine from before: {verdict.quarantined_files}")
     if not verdict.findings:
         return
     table = Table("file", "problem", "why", title="mended" if repaired else "found")
