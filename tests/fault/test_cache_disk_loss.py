@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -14,14 +13,15 @@ import pytest
 
 from kvtier.constants import HEALTH_BACKOFF_S_MAX
 from kvtier.testing.clock import FakeClock
-from kvtier.testing.engine_double import EngineDouble, wait_until
+from kvtier.testing.engine_double import wait_until
 from kvtier.testing.fault_files import EVER, FileFailure, FileOperation
 from kvtier.types import Miss, MissReason, Tier
 from tests.lib.cache_setup import (
     CHUNK,
     CHUNK_BYTES,
     CacheSetup,
-    ErrorLog,
+    cache_setup,
+    recovered,
     settle,
     tier_stats,
     written,
@@ -35,23 +35,8 @@ ROOM_BYTES = 64 * CHUNK_BYTES
 
 @pytest.fixture
 def setup(tmp_path: Path) -> Iterator[CacheSetup]:
-    setup = CacheSetup(tmp_path)
-    log = ErrorLog(setup.errors)
-    logging.getLogger("kvtier").addHandler(log)
-    yield setup
-    setup.close_all()
-    logging.getLogger("kvtier").removeHandler(log)
-
-
-def on_disk(setup: CacheSetup, tokens: range = FIVE, *, clock: FakeClock) -> EngineDouble:
-    """Store a sequence, restart, and return the engine: everything lies on disk alone."""
-    engine = setup.open(dram_chunks=64)
-    engine.store(engine.sequence(tokens))
-    written(engine)
-    setup.close(engine)
-    engine = setup.open(clock=clock)
-    assert engine.match(engine.sequence(tokens)).tokens == len(tokens)
-    return engine
+    with cache_setup(tmp_path) as setup:
+        yield setup
 
 
 def lose(setup: CacheSetup) -> Path:
@@ -77,14 +62,14 @@ def test_b119_a_disk_that_is_missing_at_the_start_is_taken_up_later(setup: Cache
 
     (setup.folder / "disk").unlink()
     clock.advance(HEALTH_BACKOFF_S_MAX)
-    wait_until(lambda: not engine.cache.stats().degraded, "the disk is not taken up")
+    wait_until(lambda: recovered(engine, clock), "the disk is not taken up")
     written(engine)
     assert tier_stats(engine.cache, Tier.DISK).chunks == 5
 
 
 def test_b119_a_disk_that_vanishes_and_returns_serves_again(setup: CacheSetup) -> None:
     clock = FakeClock()
-    engine = on_disk(setup, clock=clock)
+    engine = setup.on_disk(FIVE, clock=clock)
     match = engine.match(engine.sequence(FIVE))
     away = lose(setup)
     outcome = engine.load(match).outcome
@@ -100,7 +85,7 @@ def test_b119_a_disk_that_vanishes_and_returns_serves_again(setup: CacheSetup) -
         shutil.rmtree(setup.folder / "disk")
     away.rename(setup.folder / "disk")
     clock.advance(HEALTH_BACKOFF_S_MAX)
-    wait_until(lambda: not engine.cache.stats().degraded, "the disk is not taken up again")
+    wait_until(lambda: recovered(engine, clock), "the disk is not taken up again")
     assert engine.load(engine.match(engine.sequence(FIVE))).outcome.end_token == 40
     written(engine)
     assert tier_stats(engine.cache, Tier.DISK).chunks == 8
@@ -108,12 +93,12 @@ def test_b119_a_disk_that_vanishes_and_returns_serves_again(setup: CacheSetup) -
 
 def test_b119_a_disk_that_was_emptied_is_forgotten(setup: CacheSetup) -> None:
     clock = FakeClock()
-    engine = on_disk(setup, clock=clock)
+    engine = setup.on_disk(FIVE, clock=clock)
     match = engine.match(engine.sequence(FIVE))
     shutil.rmtree(setup.folder / "disk")
     assert engine.load(match).outcome.end_token == 0
     clock.advance(HEALTH_BACKOFF_S_MAX)
-    wait_until(lambda: not engine.cache.stats().degraded, "the disk is not taken up again")
+    wait_until(lambda: recovered(engine, clock), "the disk is not taken up again")
     assert engine.match(engine.sequence(FIVE)).tokens == 0
     settle(engine)
     assert tier_stats(engine.cache, Tier.DISK).used_bytes == 0
@@ -125,7 +110,7 @@ def test_b119_a_disk_that_was_emptied_is_forgotten(setup: CacheSetup) -> None:
 
 
 def test_a_file_that_somebody_removed_is_a_miss_once(setup: CacheSetup) -> None:
-    engine = on_disk(setup, THREE, clock=FakeClock())
+    engine = setup.on_disk(THREE, clock=FakeClock())
     sequence = engine.sequence(THREE)
     match = engine.match(sequence)
     (path,) = [p for p in setup.shard_files() if p.name.startswith(sequence.chunk_keys[1].hex())]
@@ -146,7 +131,7 @@ def test_b119_a_disk_that_takes_no_writes_is_still_read(
     setup: CacheSetup, number: int, word: str
 ) -> None:
     clock = FakeClock()
-    engine = on_disk(setup, clock=clock)
+    engine = setup.on_disk(FIVE, clock=clock)
     writes = (FileOperation.CREATE, FileOperation.REPLACE, FileOperation.REMOVE)
     setup.files.inject(FileFailure(operations=writes, errno=number, last=EVER))
     other = engine.sequence(range(100, 100 + 3 * CHUNK))
@@ -228,7 +213,7 @@ def disk_of(setup: CacheSetup) -> Iterator[RealDisk | FalseDisk]:
 def test_b119_a_real_disk_that_fails_and_recovers(setup: CacheSetup, word: str) -> None:
     clock = FakeClock()
     with disk_of(setup) as disk:
-        engine = on_disk(setup, clock=clock)
+        engine = setup.on_disk(FIVE, clock=clock)
         disk.harm(word)
         other = engine.sequence(range(100, 100 + 3 * CHUNK))
         engine.store(other)
@@ -240,7 +225,7 @@ def test_b119_a_real_disk_that_fails_and_recovers(setup: CacheSetup, word: str) 
             assert engine.load(held).outcome.tokens_by_tier == {Tier.DISK: 40}
         disk.heal(word)
         clock.advance(HEALTH_BACKOFF_S_MAX)
-        wait_until(lambda: not engine.cache.stats().degraded, "it does not recover")
+        wait_until(lambda: recovered(engine, clock), "it does not recover")
         written(engine)
         assert tier_stats(engine.cache, Tier.DISK).chunks == (3 if word == "missing" else 8)
         setup.close(engine)

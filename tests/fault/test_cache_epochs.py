@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import signal
@@ -25,7 +24,8 @@ from tests.lib.cache_setup import (
     LAYOUT,
     NAMESPACE,
     CacheSetup,
-    ErrorLog,
+    cache_setup,
+    recovered,
     settle,
     tier_stats,
     written,
@@ -36,12 +36,8 @@ FIVE = range(5 * CHUNK)
 
 @pytest.fixture
 def setup(tmp_path: Path) -> Iterator[CacheSetup]:
-    setup = CacheSetup(tmp_path)
-    log = ErrorLog(setup.errors)
-    logging.getLogger("kvtier").addHandler(log)
-    yield setup
-    setup.close_all()
-    logging.getLogger("kvtier").removeHandler(log)
+    with cache_setup(tmp_path) as setup:
+        yield setup
 
 
 def stored(setup: CacheSetup, *, clock: FakeClock | None = None) -> EngineDouble:
@@ -104,6 +100,7 @@ def test_b11_a_store_under_way_is_not_found_afterwards(setup: CacheSetup) -> Non
     sequence = engine.sequence(FIVE)
     plan = engine.begin_store(sequence, range(5))
     assert plan is not None
+    wait_until(lambda: not engine.cache.stats().degraded, "the disk does not open")
     engine.cache.invalidate(NAMESPACE)
     engine.run(plan)
     assert found(engine) == 0
@@ -212,6 +209,7 @@ def test_b11_an_epoch_raised_before_the_disk_is_there_is_above_what_it_knew(
     """The disk knows epoch 2 and chunks of it; this process has seen nothing of that yet."""
     clock = FakeClock()
     engine = setup.open()
+    assert found(engine) == 0
     engine.cache.invalidate(NAMESPACE)
     engine.cache.invalidate(NAMESPACE)
     engine.store(engine.sequence(FIVE))
@@ -227,7 +225,7 @@ def test_b11_an_epoch_raised_before_the_disk_is_there_is_above_what_it_knew(
     disk.unlink()
     away.rename(disk)
     clock.advance(HEALTH_BACKOFF_S_MAX)
-    wait_until(lambda: not engine.cache.stats().degraded, "the disk does not open")
+    wait_until(lambda: recovered(engine, clock), "the disk does not open")
     assert found(engine) == 0
     assert engine.cache.invalidate(NAMESPACE) == 4
     setup.close(engine)
@@ -294,7 +292,7 @@ def test_b11_an_epoch_that_could_not_be_written_is_written_later(setup: CacheSet
     clock.advance(HEALTH_BACKOFF_S_MAX)
     epochs = setup.folder / "disk" / "epochs"
     wait_until(epochs.exists, "the epoch is not written")
-    wait_until(lambda: not engine.cache.stats().degraded, "the disk does not recover")
+    wait_until(lambda: recovered(engine, clock), "the disk does not recover")
     shutil.copytree(setup.folder / "disk", setup.folder / "killed" / "disk")
     killed = CacheSetup(setup.folder / "killed")
     restarted = killed.open()
@@ -329,7 +327,7 @@ def test_b11_an_epoch_is_never_written_to_another_disk(setup: CacheSetup) -> Non
     away.rename(setup.folder / "disk")
     clock.advance(HEALTH_BACKOFF_S_MAX)
     wait_until((setup.folder / "disk" / "epochs").exists, "the epoch is not written")
-    wait_until(lambda: not engine.cache.stats().degraded, "the disk does not recover")
+    wait_until(lambda: recovered(engine, clock), "the disk does not recover")
     setup.close(engine)
     engine = setup.open()
     assert found(engine) == 0

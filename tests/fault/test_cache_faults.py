@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from kvtier.constants import (
     QUARANTINE_FILES_MAX,
 )
 from kvtier.testing.clock import FakeClock
-from kvtier.testing.engine_double import EngineDouble, Loading, wait_until
+from kvtier.testing.engine_double import EngineDouble, wait_until
 from kvtier.testing.fault_files import (
     BitFlip,
     FileCrash,
@@ -32,7 +31,7 @@ from tests.lib.cache_setup import (
     CHUNK_BYTES,
     WINDOWED,
     CacheSetup,
-    ErrorLog,
+    cache_setup,
     settle,
     tier_stats,
     written,
@@ -46,35 +45,8 @@ SOON_S = 0.05
 
 @pytest.fixture
 def setup(tmp_path: Path) -> Iterator[CacheSetup]:
-    setup = CacheSetup(tmp_path)
-    log = ErrorLog(setup.errors)
-    logging.getLogger("kvtier").addHandler(log)
-    yield setup
-    setup.close_all()
-    logging.getLogger("kvtier").removeHandler(log)
-
-
-def on_disk(
-    setup: CacheSetup,
-    tokens: range = FIVE,
-    *,
-    clock: FakeClock | None = None,
-    dram_chunks: int = 16,
-) -> EngineDouble:
-    """Store a sequence, restart, and return the engine: everything lies on disk alone."""
-    engine = setup.open(dram_chunks=64)
-    engine.store(engine.sequence(tokens))
-    written(engine)
-    setup.close(engine)
-    engine = setup.open(dram_chunks=dram_chunks, clock=clock)
-    assert engine.match(engine.sequence(tokens)).tokens == len(tokens)
-    return engine
-
-
-def begun(engine: EngineDouble, tokens: range, *, deadline: float | None = None) -> Loading:
-    loading = engine.begin_load(engine.match(engine.sequence(tokens)), deadline=deadline)
-    assert loading is not None
-    return loading
+    with cache_setup(tmp_path) as setup:
+        yield setup
 
 
 def soon() -> float:
@@ -85,7 +57,7 @@ def soon() -> float:
 
 
 def test_b04_a_failed_read_ends_the_prefix(setup: CacheSetup) -> None:
-    engine = on_disk(setup, THREE)
+    engine = setup.on_disk(THREE)
     second = engine.sequence(THREE).chunk_keys[1].hex()
     setup.files.inject(FileFailure(operations=READ, path=second))
     loading = engine.load(engine.match(engine.sequence(THREE)))
@@ -106,7 +78,7 @@ def test_b05_whichever_read_goes_wrong_no_wrong_byte_arrives(
     setup: CacheSetup, nth: int, kind: str
 ) -> None:
     """``load`` checks each token that counts, so what a slot held before would be seen."""
-    engine = on_disk(setup)
+    engine = setup.on_disk(FIVE)
     fault = {
         "error": FileFailure(operations=READ, nth=nth),
         "short": ShortRead(nbytes=2 * 4096, nth=nth),
@@ -129,7 +101,7 @@ def test_b05_whichever_read_goes_wrong_no_wrong_byte_arrives(
 
 @pytest.mark.parametrize("harm", ["payload", "header", "swapped", "cut"])
 def test_b78_what_a_disk_spoils_is_a_miss_once(setup: CacheSetup, harm: str) -> None:
-    engine = on_disk(setup, THREE)
+    engine = setup.on_disk(THREE)
     keys = [key.hex() for key in engine.sequence(THREE).chunk_keys]
     paths = [next(p for p in setup.shard_files() if p.name.startswith(key)) for key in keys]
     spoiled = bytearray(paths[1].read_bytes())
@@ -164,7 +136,7 @@ def test_b78_what_a_disk_spoils_is_a_miss_once(setup: CacheSetup, harm: str) -> 
 def test_b78_what_was_spoiled_while_nobody_looked_is_found_at_the_start(
     setup: CacheSetup, harm: str
 ) -> None:
-    engine = on_disk(setup, THREE)
+    engine = setup.on_disk(THREE)
     keys = [key.hex() for key in engine.sequence(THREE).chunk_keys]
     setup.close(engine)
     paths = [next(p for p in setup.shard_files() if p.name.startswith(key)) for key in keys]
@@ -186,7 +158,7 @@ def test_b78_what_was_spoiled_while_nobody_looked_is_found_at_the_start(
 
 
 def test_quarantine_keeps_few_files(setup: CacheSetup) -> None:
-    engine = on_disk(setup, range(CHUNK))
+    engine = setup.on_disk(range(CHUNK))
     for turn in range(QUARANTINE_FILES_MAX + 4):
         sequence = engine.sequence(range(turn, turn + CHUNK))
         engine.store(sequence)
@@ -207,7 +179,7 @@ def test_quarantine_keeps_few_files(setup: CacheSetup) -> None:
 
 
 def test_b80_what_came_in_time_counts(setup: CacheSetup) -> None:
-    engine = on_disk(setup, THREE)
+    engine = setup.on_disk(THREE)
     sequence = engine.sequence(THREE)
     gate = FileGate(operations=READ, path=sequence.chunk_keys[1].hex())
     match = engine.match(sequence)
@@ -226,7 +198,7 @@ def test_b80_what_came_in_time_counts(setup: CacheSetup) -> None:
 
 def test_a_slot_is_not_reused_while_a_read_may_write_to_it(setup: CacheSetup) -> None:
     """Late reads come after DRAM has been filled with other chunks, which must stay whole."""
-    engine = on_disk(setup, THREE, dram_chunks=8)
+    engine = setup.on_disk(THREE, dram_chunks=8)
     match = engine.match(engine.sequence(THREE))
     gate = FileGate(operations=READ)
     setup.files.inject(gate)
@@ -252,7 +224,7 @@ def test_a_slot_is_not_reused_while_a_read_may_write_to_it(setup: CacheSetup) ->
 
 
 def test_the_blocks_of_a_load_that_is_over_are_never_written(setup: CacheSetup) -> None:
-    engine = on_disk(setup, THREE)
+    engine = setup.on_disk(THREE)
     match = engine.match(engine.sequence(THREE))
     gate = FileGate(operations=READ)
     setup.files.inject(gate)
@@ -268,7 +240,7 @@ def test_the_blocks_of_a_load_that_is_over_are_never_written(setup: CacheSetup) 
 def test_many_hung_reads_close_the_disk_without_waiting(setup: CacheSetup) -> None:
     clock = FakeClock()
     many = range(2 * LATE_JOBS_MAX * CHUNK)
-    engine = on_disk(setup, many, clock=clock, dram_chunks=64)
+    engine = setup.on_disk(many, clock=clock, dram_chunks=64)
     match = engine.match(engine.sequence(many))
     gate = FileGate(operations=READ)
     setup.files.inject(gate)
@@ -292,7 +264,7 @@ def test_many_hung_reads_close_the_disk_without_waiting(setup: CacheSetup) -> No
 
 
 def test_a_load_outlives_another_that_was_in_a_hurry(setup: CacheSetup) -> None:
-    engine = on_disk(setup, range(CHUNK))
+    engine = setup.on_disk(range(CHUNK))
     match = engine.match(engine.sequence(range(CHUNK)))
     gate = FileGate(operations=READ)
     setup.files.inject(gate)

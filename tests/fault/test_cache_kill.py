@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import signal
@@ -14,7 +13,12 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing.engine_double import wait_until
-from tests.lib.cache_setup import CHUNK, CacheSetup, ErrorLog, written
+from tests.lib.cache_setup import (
+    CHUNK,
+    CacheSetup,
+    cache_setup,
+    written,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 DISK_CHUNKS = 12
@@ -35,12 +39,8 @@ for turn in range(10**6):
 
 @pytest.fixture
 def setup(tmp_path: Path) -> Iterator[CacheSetup]:
-    setup = CacheSetup(tmp_path)
-    log = ErrorLog(setup.errors)
-    logging.getLogger("kvtier").addHandler(log)
-    yield setup
-    setup.close_all()
-    logging.getLogger("kvtier").removeHandler(log)
+    with cache_setup(tmp_path) as setup:
+        yield setup
 
 
 def test_b66_kill_9_while_storing_leaves_whole_chunks_within_the_bound(

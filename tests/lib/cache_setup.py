@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,11 +15,23 @@ from kvtier.cache.cache import Cache
 from kvtier.cache.planner import chunk_shape
 from kvtier.codecs.raw import RawCodec
 from kvtier.config import CacheConfig, DiskConfig, Durability, WriteMode
+from kvtier.constants import HEALTH_BACKOFF_S_MIN
 from kvtier.interfaces import Clock
 from kvtier.obs.stats import CacheStats, TierStats
-from kvtier.testing.engine_double import EngineDouble, wait_until
+from kvtier.testing.clock import FakeClock
+from kvtier.testing.engine_double import EngineDouble, Loading, wait_until
 from kvtier.testing.fault_files import FaultyFiles
-from kvtier.types import GroupKind, KVGroup, KVLayout, Namespace, Placement, Tier
+from kvtier.types import (
+    GroupKind,
+    KVGroup,
+    KVLayout,
+    MissReason,
+    Namespace,
+    Placement,
+    Plan,
+    Result,
+    Tier,
+)
 
 torch.set_num_threads(1)
 
@@ -132,6 +146,16 @@ class CacheSetup:
         self.engines.append(engine)
         return engine
 
+    def on_disk(self, tokens: range, layout: KVLayout = LAYOUT, **how: Any) -> EngineDouble:
+        """Store a sequence, restart as ``how`` says, and wait: it lies on disk alone."""
+        engine = self.open(layout, dram_chunks=64, placements=how.get("placements", ranks(1)))
+        engine.store(engine.sequence(tokens))
+        written(engine)
+        self.close(engine)
+        engine = self.open(layout, **how)
+        assert engine.match(engine.sequence(tokens)).tokens == len(tokens)
+        return engine
+
     def close(self, engine: EngineDouble, *, timeout_s: float = 10.0) -> None:
         """Wait for the disk, look that nothing is left over, and close."""
         settle(engine)
@@ -172,6 +196,37 @@ class ErrorLog(logging.Handler):
         self.records.append(record)
 
 
+@contextlib.contextmanager
+def cache_setup(folder: Path) -> Iterator[CacheSetup]:
+    """Give a setup to a test, and look in the end that nothing is left and nothing broke."""
+    setup = CacheSetup(folder)
+    log = ErrorLog(setup.errors)
+    logging.getLogger("kvtier").addHandler(log)
+    yield setup
+    setup.close_all()
+    logging.getLogger("kvtier").removeHandler(log)
+
+
+def begun(engine: EngineDouble, tokens: range, *, deadline: float | None = None) -> Loading:
+    """Begin to load a sequence of which something is held."""
+    loading = engine.begin_load(engine.match(engine.sequence(tokens)), deadline=deadline)
+    assert loading is not None
+    return loading
+
+
+def pins(engine: EngineDouble) -> tuple[int, int]:
+    """Pinned chunks in DRAM and on disk."""
+    return (
+        tier_stats(engine.cache, Tier.DRAM).pinned_chunks,
+        tier_stats(engine.cache, Tier.DISK).pinned_chunks,
+    )
+
+
+def fails(plan: Plan, worker: int = 0) -> Result:
+    """A worker's answer that it could not do its moves."""
+    return Result(plan.plan_id, worker, ok=False, reason=MissReason.WORKER, detail="on purpose")
+
+
 def idle(stats: CacheStats) -> bool:
     """Tell whether nothing is under way and nothing is pinned."""
     moving = stats.loads_inflight + stats.stores_inflight + stats.late_jobs
@@ -187,3 +242,12 @@ def settle(engine: EngineDouble) -> None:
 def written(engine: EngineDouble) -> None:
     """Wait until everything that was stored lies on disk."""
     wait_until(lambda: engine.cache.stats().writes_queued == 0, "writes do not end")
+
+
+def recovered(engine: EngineDouble, clock: FakeClock) -> bool:
+    """Tell whether every tier is well, giving the breakers time to try again.
+
+    Each call gives some, since what was under way may still fail and begin another back-off.
+    """
+    clock.advance(HEALTH_BACKOFF_S_MIN)
+    return not engine.cache.stats().degraded
