@@ -10,12 +10,13 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kvtier.interfaces import EvictionPolicy
 from kvtier.policies.lru import LRU
-from kvtier.testing.policy_machine import CAPACITY_BYTES, NaiveBooks, PolicyMachine, chunk_key
+from kvtier.testing.policy_machine import CAPACITY_BYTES, NaiveBooks, PolicyMachine
 from kvtier.types import ChunkKey, Entry, Features
 
 STEPS = settings(stateful_step_count=40)
 # A machine that is meant to fail need not explain itself with the shortest example.
-UNSHRUNK = settings(STEPS, phases=(Phase.generate,), print_blob=False)
+# A liar is to be caught whatever the seed: the search ends at the first lie, so it may be long.
+UNSHRUNK = settings(STEPS, phases=(Phase.generate,), print_blob=False, max_examples=5_000)
 
 
 class NaiveLeafLRU(NaiveBooks):
@@ -111,8 +112,7 @@ class NeverRemoves(LRU):
 
 class ForgetsTouches(LRU):
     def touch(self, key: ChunkKey, now: float, features: Features) -> None:
-        if key != chunk_key(0):
-            super().touch(key, now, features)
+        del key, now, features
 
 
 @pytest.mark.parametrize(
