@@ -153,6 +153,12 @@ def test_sections_are_ordered_as_they_are_verified(setup: CacheSetup) -> None:
     gate.wait_for_arrivals()
     assert {move.shard.group for plan in plans for move in plan.moves} == {0}
     assert loading.load.outcome is None
+    follower = engine.cache.begin_load(match, loading.blocks)
+    assert follower is not None
+    (shared,) = follower.poll()
+    assert {move.shard.group for move in shared.moves} == {0}, "it follows the same read"
+    follower.cancel()
+    engine.cache.finish([fails(shared)])
     for plan in plans:
         engine.execute(plan)
     gate.open()
