@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from kvtier.constants import LATE_JOBS_MAX
 from kvtier.errors import DeadlineError, ShardError
 from kvtier.interfaces import Clock
 from kvtier.obs.stats import TierCounters
-from kvtier.tiers.disk.shard_files import Expected, ShardFiles
+from kvtier.tiers.disk.shard_files import DirectoryLostError, Expected, ShardFiles
 from kvtier.tiers.disk.tier import DiskPlace, DiskRecord, DiskTier
 from kvtier.tiers.dram import DramRecord, DramTier
 from kvtier.tiers.index import Lease
@@ -146,7 +145,8 @@ class Filler:
 
     def _blame(self, fill: Fill, fault: Fault) -> MissReason:
         """Say why a read failed and make the disk tier draw its conclusion."""
-        gone = isinstance(fault, OSError) and fault.errno == errno.ENOENT
+        # A directory that is gone may come back with all that it holds.
+        lost = isinstance(fault, DirectoryLostError)
         held = self._disk.index.get(fill.source.entry.key) is fill.source
         if isinstance(fault, ShardError):
             self._disk.read_succeeded()
@@ -154,7 +154,7 @@ class Filler:
             if held and fill.failed_shard is not None:
                 self._disk.condemn(fill.source, fill.failed_shard)
             return MissReason.CORRUPT
-        if gone and self._files.attached():  # Else the directory is gone, and may come back.
+        if isinstance(fault, FileNotFoundError) and not lost:
             if held:
                 self._disk.forget(fill.source)
             return MissReason.ABSENT

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import math
 import threading
@@ -16,7 +15,7 @@ from kvtier.errors import TierUnavailableError
 from kvtier.interfaces import Clock
 from kvtier.obs.stats import TierCounters
 from kvtier.tiers.disk.epoch_file import load_epochs, save_epochs
-from kvtier.tiers.disk.shard_files import Found, ShardFiles
+from kvtier.tiers.disk.shard_files import DirectoryLostError, Found, ShardFiles
 from kvtier.tiers.disk.tier import DiskTier
 
 _log = logging.getLogger("kvtier.disk")
@@ -107,7 +106,7 @@ class DiskOpener:
             with self._lock:
                 epochs, floor = self._epochs.snapshot()
             if not self._files.attached():
-                raise FileNotFoundError(errno.ENOENT, "not the directory that was opened")
+                raise DirectoryLostError(self._files.root)
             save_epochs(self._files.root, epochs, floor)
             with self._lock:
                 self._epochs.saved(epochs)

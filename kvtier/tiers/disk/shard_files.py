@@ -15,6 +15,7 @@ file may still be torn: its checksums tell.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import mmap
@@ -49,6 +50,13 @@ from kvtier.tiers.disk.files import FileInfo, Files, Syncs
 from kvtier.types import ChunkKey, ShardId, ShardLayout
 
 _SUFFIX = ".kvs"
+
+
+class DirectoryLostError(FileNotFoundError):
+    """The directory is not the one that was opened (any more): unmounted, moved or removed."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__(errno.ENOENT, "not the directory that was opened", root)
 
 
 class FileSystem(Files, Syncs, Protocol):
@@ -164,10 +172,11 @@ class ShardFiles:
     def write(self, path: str, slot: memoryview, description: ShardDescription) -> None:
         """Seal a slot and write it whole under ``path``. The caller has the slot pinned.
 
-        Raises ``OSError``; then nothing lies under ``path``, or it goes before the next write.
+        Raises ``OSError``, ``DirectoryLostError`` above all; then nothing lies under ``path``, or
+        it goes before the next write.
         """
         if not self.attached():
-            raise FileNotFoundError(f"{self.root} is not the directory that was opened")
+            raise DirectoryLostError(self.root)
         self._clear_leftovers()
         seal(slot, description)
         incoming = self._path("incoming", os.path.basename(path))
@@ -182,6 +191,7 @@ class ShardFiles:
             self._leftovers += [incoming, path]
             with contextlib.suppress(OSError):
                 self._clear_leftovers()
+            self._raise_if_lost()
             raise
         if self._durability is Durability.BATCH:
             with self._unsynced_lock:
@@ -199,6 +209,7 @@ class ShardFiles:
         except OSError:
             with self._unsynced_lock:
                 self._unsynced = written + self._unsynced
+            self._raise_if_lost()
             raise
 
     def read(
@@ -207,12 +218,17 @@ class ShardFiles:
         """Read a shard into its slot, verifying as it comes.
 
         ``progress(n)`` is called in this thread each time the first ``n`` sections are verified.
-        The caller owns the slot until this returns. Raises ``OSError``, or ``ShardError`` when
-        the bytes are not the expected shard.
+        The caller owns the slot until this returns. Raises ``OSError``, ``DirectoryLostError``
+        above all, or ``ShardError`` when the bytes are not the expected shard.
         """
         header: ShardHeader | None = None
         for start, end, sections in _steps(expected.geometry):
-            if self._files.read(path, start, slot[start:end]) != end - start:
+            try:
+                count = self._files.read(path, start, slot[start:end])
+            except OSError:
+                self._raise_if_lost()
+                raise
+            if count != end - start:
                 raise FormatError(f"{path} ends before byte {end}")
             if header is None:
                 header = parse_header(slot[: expected.geometry.header_bytes])
@@ -241,6 +257,11 @@ class ShardFiles:
         if self._lock_descriptor >= 0:
             os.close(self._lock_descriptor)
             self._lock_descriptor = -1
+
+    def _raise_if_lost(self) -> None:
+        """Tell a lost directory from a fault of one file; here, where blocking is allowed."""
+        if not self.attached():
+            raise DirectoryLostError(self.root)
 
     def _path(self, *parts: str) -> str:
         return os.path.join(self.root, *parts)

@@ -15,7 +15,7 @@ from kvtier.config import DiskConfig
 from kvtier.constants import QUARANTINE_FILES_MAX, READ_FAILURES_MAX
 from kvtier.errors import DeadlineError, KVTierError
 from kvtier.interfaces import Clock, EvictionPolicy
-from kvtier.tiers.disk.shard_files import Found, FoundShard, ShardFiles
+from kvtier.tiers.disk.shard_files import DirectoryLostError, Found, FoundShard, ShardFiles
 from kvtier.tiers.health import Health
 from kvtier.tiers.index import Record, TierIndex
 from kvtier.types import ChunkKey, Entry, Features, ShardId
@@ -266,7 +266,7 @@ class DiskTier:
         self._remove += [place, DiskPlace(self._files.quarantine_path(place.path), 0)]
 
     def _lose_directory(self, error: OSError | KVTierError) -> None:
-        if isinstance(error, OSError) and not self._files.attached():
+        if isinstance(error, DirectoryLostError):
             self.opened = False
             self._open_health.failure("missing", str(error), self._clock.now())
 
