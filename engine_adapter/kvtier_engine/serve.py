@@ -150,6 +150,7 @@ def build(settings: Settings) -> Server:
     if cache_config is not None:
         _check_chunks(cache_config, chunk_bytes, config.chunk_tokens, model.context_tokens)
     runner = ModelRunner(loaded, pool, max_rows=config.max_num_seqs)
+    runner.warm_up()
     # The tiers have threads, so they come last: nothing that could fail is left to do.
     tiers, problem = _tiers_boundary(cache_config, pool)
     engine = _engine(config, loaded, layout, runner, pool, model, tiers)

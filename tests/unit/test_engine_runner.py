@@ -209,6 +209,24 @@ def test_a_preempted_request_generates_the_same_tokens(
     assert again.generated == whole.generated
 
 
+@pytest.mark.parametrize("block_count", [1, 3, 64])
+def test_a_warm_up_leaves_nothing_behind(
+    model: LoadedModel, rng: random.Random, block_count: int
+) -> None:
+    layout = kv_layout(model.config, model.dtype)
+    nbytes = KVPool(layout, block_tokens=16, capacity_bytes=2**24).bytes_per_block * block_count
+    pool = KVPool(layout, block_tokens=16, capacity_bytes=nbytes, device=str(model.model.device))
+    runner = ModelRunner(model, pool, max_rows=1)
+    runner.warm_up()
+    assert pool.layer(0)[:, :, :8].any(), "nothing was computed"
+    prompt = prompt_of(rng, 9)
+    runner.add_row(0, prompt, GREEDY)
+    batch = StepBatch((RowStep(0, prompt, 0, ((0,),), sample=True),))
+    (token,) = runner.step(batch).sampled
+    assert token is not None
+    assert [token.token_id] == reference_tokens(CONFIG, TENSORS, prompt, 1)
+
+
 def test_an_empty_batch_is_an_empty_output(model: LoadedModel, rng: random.Random) -> None:
     assert Bench(model, rng).runner.step(StepBatch(())) == StepOutput((), ())
 
