@@ -64,6 +64,8 @@ class Writeout:
         self._numbers = itertools.count()
         self._dirty_bytes = 0
         self._chores_out = False
+        # Why room was not made; set by the writing thread, cleared when nothing is out there.
+        self._no_room_made: OSError | None = None
         self.inflight_count = 0
 
     @property
@@ -150,6 +152,7 @@ class Writeout:
             lease.release()
             if outcome is not None and self._dram.index.get(key) is source:
                 self._requeue(key, dirty)
+            self._forgive()
             self.pump()
 
         def done(outcome: Fault | None) -> None:
@@ -224,12 +227,30 @@ class Writeout:
                 if outcome is not None:
                     self._disk.return_chores(chores)
                     self._disk.write_failed(outcome)
+                self._forgive()
 
         self._executor.write(lambda: self._do(chores), done, deadline=math.inf, late=done)
 
+    def _forgive(self) -> None:
+        """What starts from now on takes the chores that failed with it."""
+        if self.inflight_count == 0 and not self._chores_out:
+            self._no_room_made = None
+
     def _do(self, chores: Chores) -> None:
-        for place in chores.quarantine:
-            self._files.quarantine(place.path)
-            _log.warning("quarantined %s", place.path)
-        for place in chores.remove:
-            self._files.remove(place.path)
+        """Make room; in the writing thread. Raises ``OSError``.
+
+        Once it could not be made, all that is out fails: it was given room that is not there.
+        """
+        if self._no_room_made is not None:
+            raise OSError(self._no_room_made.errno, "no room was made before") from (
+                self._no_room_made
+            )
+        try:
+            for place in chores.quarantine:
+                self._files.quarantine(place.path)
+                _log.warning("quarantined %s", place.path)
+            for place in chores.remove:
+                self._files.remove(place.path)
+        except OSError as error:
+            self._no_room_made = error
+            raise

@@ -14,7 +14,7 @@ import pytest
 from kvtier.constants import HEALTH_BACKOFF_S_MAX
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import wait_until
-from kvtier.testing.fault_files import EVER, FileFailure, FileOperation
+from kvtier.testing.fault_files import EVER, FileFailure, FileGate, FileOperation
 from kvtier.types import Miss, MissReason, Tier
 from tests.lib.cache_setup import (
     CHUNK,
@@ -233,3 +233,36 @@ def test_b119_a_real_disk_that_fails_and_recovers(setup: CacheSetup, word: str) 
         match = engine.match(engine.sequence(range(100, 100 + 3 * CHUNK)))
         assert engine.load(match).outcome.tokens_by_tier == {Tier.DISK: 24}
         setup.close(engine)
+
+
+def test_b41_what_waits_behind_a_failed_removal_is_not_written(setup: CacheSetup) -> None:
+    """A write that was given the room of files that could not be removed would break the bound."""
+    clock = FakeClock()
+    engine = setup.on_disk(range(CHUNK), dram_chunks=2, disk_chunks=3, clock=clock)
+    chunks = [engine.sequence(range(start, start + CHUNK)) for start in range(5)]
+    for chunk in chunks[1:3]:
+        engine.store(chunk)
+        written(engine)
+    removals = FileFailure(operations=(FileOperation.REMOVE,), last=EVER)
+    setup.files.inject(removals)
+    engine.store(chunks[3])
+    wait_until(lambda: engine.cache.stats().degraded, "nothing is noticed")
+    for chunk in chunks[1:3]:
+        engine.load(engine.match(chunk))  # These drive the fourth out: nothing waits to be written.
+    settle(engine)
+    assert engine.cache.stats().writes_queued == 0
+
+    gate = FileGate(operations=(FileOperation.REMOVE,))
+    setup.files.inject(gate, removals)
+    clock.advance(HEALTH_BACKOFF_S_MAX)
+    gate.wait_for_arrivals()
+    engine.store(chunks[4])
+    wait_until(lambda: engine.cache.stats().writes_queued == 1, "the store does not go to disk")
+    gate.open()
+    settle(engine)
+    assert setup.disk_bytes() <= 3 * CHUNK_BYTES
+    setup.files.inject()
+    clock.advance(HEALTH_BACKOFF_S_MAX)
+    written(engine)
+    settle(engine)
+    assert setup.disk_bytes() == 3 * CHUNK_BYTES
