@@ -51,12 +51,20 @@ class WriteMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DiskConfig:
-    """The disk tier: a directory of its own and the most bytes it may take there."""
+    """The disk tier: directories of its own, the most bytes it may take, what it writes when.
+
+    Several directories, each on a device of its own, share ``capacity_bytes`` equally. What is
+    written is chosen by ``admission`` and bounded by ``write_bytes_per_day`` (0: no bound).
+    """
 
     path: str
     capacity_bytes: int = 10 * GIB
     durability: Durability = Durability.NONE
     mode: WriteMode = WriteMode.THROUGH
+    policy: str = "lru"
+    more_paths: tuple[str, ...] = ()
+    admission: str = "everything"
+    write_bytes_per_day: int = 0
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` for a field that cannot be."""
@@ -67,6 +75,25 @@ class DiskConfig:
             self.capacity_bytes,
             f"at least {ALIGN_BYTES}",
         )
+        _require(bool(self.policy), "disk.policy", self.policy, "a policy's name")
+        _require(bool(self.admission), "disk.admission", self.admission, "an admission's name")
+        _require(
+            self.write_bytes_per_day >= 0,
+            "disk.write_bytes_per_day",
+            self.write_bytes_per_day,
+            "0 (no bound) or more",
+        )
+        _require(
+            all(self.paths) and len(set(self.paths)) == len(self.paths),
+            "disk.more_paths",
+            self.more_paths,
+            "directories, each named once",
+        )
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All directories, the first one first."""
+        return (self.path, *self.more_paths)
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,30 @@ class EvictionPolicy(Protocol):
 
 
 @runtime_checkable
+class AdmissionPolicy(Protocol):
+    """Decides what is worth a write to a tier that wears out. Pure: no I/O, no lock, no clock.
+
+    Separate from eviction: what is refused here stays in the tier above and may be offered again.
+    """
+
+    def offer(self, entry: Entry, now: float) -> bool:
+        """Decide whether a chunk of the tier above is written below; True counts as written.
+
+        Asked when the chunk is stored above and at each later access while the tier below does
+        not hold it; parents before children. The entry's features are those of that access.
+        """
+        ...
+
+    def touch(self, key: ChunkKey, now: float, features: Features) -> None:
+        """Note an access to a chunk that the tier below holds."""
+        ...
+
+    def left(self, key: ChunkKey, now: float) -> None:
+        """Note that the tier below gave a chunk up."""
+        ...
+
+
+@runtime_checkable
 class PagedPool(Protocol):
     """What a codec needs to know of an engine's pool; no torch in its types.
 

@@ -305,21 +305,28 @@ class LoadOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """What a policy knows of a chunk. ``parent`` is None for the first chunk of a sequence."""
-
-    key: ChunkKey
-    parent: ChunkKey | None
-    nbytes: int
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
 class Features:
     """What an access says beyond its time: the session's turn and the caller's hint."""
 
     turn: int = 1
     hint: Hint = Hint.NONE
+
+
+_NEUTRAL = Features()
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a policy knows of a chunk. ``parent`` is None for the first chunk of a sequence.
+
+    ``features`` belong to the access that brought it.
+    """
+
+    key: ChunkKey
+    parent: ChunkKey | None
+    nbytes: int
+    position: int
+    features: Features = _NEUTRAL
 
 
 @dataclass(frozen=True, slots=True)

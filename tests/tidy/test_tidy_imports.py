@@ -10,7 +10,7 @@ from tests.tidy.sources import load_sources
 #: What an extra brings. Importing any part of the core must work without them.
 EXTRAS = (
     "torch",
-    "numpy",
+    "matplotlib",
     "triton",
     "fastapi",
     "uvicorn",

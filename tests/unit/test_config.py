@@ -200,7 +200,7 @@ def test_from_a_toml_table() -> None:
         ({"dram_bytes": GIB, "disk": {}}, "disk: .*path"),
         (
             {"dram_bytes": GIB, "disk": {"path": "/d", "durabilty": "each"}},
-            r"disk has no 'durabilty' \(did you mean 'durability'\?\); allowed: capacity_bytes",
+            r"disk has no 'durabilty' \(did you mean 'durability'\?\); allowed: admission",
         ),
         (
             {"dram_bytes": GIB, "disk": {"path": "/d", "durability": "bach"}},
