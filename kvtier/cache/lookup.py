@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvtier.cache.fill import Filler
 from kvtier.cache.match import Ready
 from kvtier.cache.planner import ChunkShape, chunk_shape, present_groups, usable_chunks
@@ -12,8 +10,7 @@ from kvtier.interfaces import BlockCodec
 from kvtier.obs.stats import TierCounters
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.dram import DramTier
-from kvtier.tiers.index import Record
-from kvtier.types import ChunkHit, KVLayout, MissReason, ShardId, Tier
+from kvtier.types import ChunkHit, KVLayout, MissReason, Tier
 
 _SHAPES_MAX = 64
 
@@ -63,9 +60,10 @@ class Lookup:
         for key in sequence.chunk_keys:
             record = self._dram.index.ready(key)
             source = disk.index.ready(key) if record is None and disk is not None else None
-            shards = _shards(record) or _shards(source)
-            if not shards:
+            found = record or source
+            if found is None:
                 break
+            shards = found.places.keys()
             present.append(every if shards == whole else present_groups(layout, shards))
             hits.append(ChunkHit(key, Tier.DRAM if record is not None else Tier.DISK))
         return tuple(hits[: usable_chunks(layout, present)])
@@ -90,7 +88,3 @@ class Lookup:
                 self._counters[Tier.DRAM].miss_tokens[MissReason.ABSENT] += tokens
             if tier is None and self._disk is not None:
                 self._counters[Tier.DISK].miss_tokens[reason] += tokens
-
-
-def _shards(record: Record[Any] | None) -> set[ShardId]:
-    return set(record.places) if record is not None else set()
