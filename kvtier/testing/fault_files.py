@@ -15,15 +15,14 @@ import errno
 import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Final, TypeVar
 
-from kvtier.tiers.disk.files import FileInfo, LocalFiles
-from kvtier.tiers.disk.shard_files import FileSystem
+from kvtier.tiers.disk.files import FileInfo, FileSystem, LocalFiles
 
 #: As ``last`` of a fault: every call from the ``nth`` on.
 EVER: Final = 0
@@ -43,6 +42,7 @@ class FileOperation(StrEnum):
     REMOVE = "remove"
     SYNC_FILE = "sync_file"
     SYNC_DIRECTORY = "sync_directory"
+    APPEND = "append"
 
 
 ALL_OPERATIONS: Final = tuple(FileOperation)
@@ -112,9 +112,9 @@ class BitFlip(FileFault):
 
 @dataclass(frozen=True, kw_only=True)
 class TornWrite(FileFault):
-    """A create leaves a file of its first ``nbytes`` bytes behind and raises ``OSError(errno)``."""
+    """A create or an append leaves its first ``nbytes`` bytes and raises ``OSError(errno)``."""
 
-    operations: tuple[FileOperation, ...] = (FileOperation.CREATE,)
+    operations: tuple[FileOperation, ...] = (FileOperation.CREATE, FileOperation.APPEND)
     nbytes: int = 0
     errno: int = errno.EIO
 
@@ -123,9 +123,9 @@ class TornWrite(FileFault):
 class FileCrash(FileFault):
     """The process dies at this call, as far as its files can tell.
 
-    The call does nothing, except that a create leaves its first ``nbytes`` bytes behind (None:
-    not even a file). It and every later call raise ``OSError(EIO)`` and do nothing, until
-    ``FaultyFiles.restart``.
+    The call does nothing, except that a create or an append leaves its first ``nbytes`` bytes
+    behind (None: not even a file). It and every later call raise ``OSError(EIO)`` and do nothing,
+    until ``FaultyFiles.restart``.
     """
 
     nbytes: int | None = None
@@ -166,6 +166,9 @@ class FileGate(FileFault):
 FaultT = TypeVar("FaultT", bound=FileFault)
 # Named out here: within the class ``list`` is a method.
 _Hits = list[FileFault]
+# Puts the part of a write in place that happened.
+_Leave = Callable[[str, memoryview], None]
+_NOTHING: Final = memoryview(b"")
 
 
 class FaultyFiles:
@@ -224,10 +227,9 @@ class FaultyFiles:
 
     def create(self, path: str, data: memoryview) -> None:
         """See ``Files.create``."""
-        with self._faults_of(FileCall(FileOperation.CREATE, path), data) as hits:
-            for torn in _only(hits, TornWrite):
-                _leave_part(path, data[: torn.nbytes])
-                raise OSError(torn.errno, os.strerror(torn.errno), path)
+        leave = _create_part
+        with self._faults_of(FileCall(FileOperation.CREATE, path), leave, data) as hits:
+            _tear(hits, leave, path, data)
             self._inner.create(path, data)
 
     def replace(self, source: str, target: str) -> None:
@@ -250,8 +252,17 @@ class FaultyFiles:
         with self._faults_of(FileCall(FileOperation.SYNC_DIRECTORY, path)):
             self._inner.sync_directory(path)
 
+    def append(self, path: str, data: memoryview) -> None:
+        """See ``Appends.append``."""
+        leave = self._inner.append
+        with self._faults_of(FileCall(FileOperation.APPEND, path), leave, data) as hits:
+            _tear(hits, leave, path, data)
+            leave(path, data)
+
     @contextmanager
-    def _faults_of(self, call: FileCall, data: memoryview | None = None) -> Iterator[_Hits]:
+    def _faults_of(
+        self, call: FileCall, leave: _Leave | None = None, data: memoryview = _NOTHING
+    ) -> Iterator[_Hits]:
         """Count a call and raise, block or crash as ordered; yield what else hits it."""
         hits = self._arrive(call)
         for gate in _only(hits, FileGate):
@@ -261,8 +272,8 @@ class FaultyFiles:
             if crashes and not self._crashed:
                 self._crashed = True
                 nbytes = crashes[0].nbytes
-                if data is not None and nbytes is not None:
-                    _leave_part(call.path, data[:nbytes])
+                if leave is not None and nbytes is not None:
+                    leave(call.path, data[:nbytes])
             if self._crashed:
                 raise OSError(errno.EIO, "crashed on purpose", call.path)
         for failure in _only(hits, FileFailure):
@@ -292,8 +303,14 @@ def _only(hits: _Hits, kind: type[FaultT]) -> list[FaultT]:
     return [fault for fault in hits if isinstance(fault, kind)]
 
 
-def _leave_part(path: str, part: memoryview) -> None:
-    """Write what a torn write left, of whatever length, past the inner file system."""
+def _tear(hits: _Hits, leave: _Leave, path: str, data: memoryview) -> None:
+    for torn in _only(hits, TornWrite):
+        leave(path, data[: torn.nbytes])
+        raise OSError(torn.errno, os.strerror(torn.errno), path)
+
+
+def _create_part(path: str, part: memoryview) -> None:
+    """Write what a torn create left, of whatever length, past the inner file system."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with Path(path).open("xb") as file:
         file.write(part)

@@ -2,7 +2,8 @@
 
 Stricter than most real ones: a name is safe once its directory was synced, a directory once its
 parent was, and bytes once their file was. Whatever is not safe may come back as it was, as it is
-or, for bytes, torn; a seed draws which. A rename takes effect whole or not at all.
+or, for bytes, torn; a seed draws which. A rename takes effect whole or not at all. What an append
+adds is torn at any byte, what was synced before it stays.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ import threading
 from pathlib import Path
 from typing import Final
 
-from kvtier.tiers.disk.files import FileInfo, LocalFiles
-from kvtier.tiers.disk.shard_files import FileSystem
+from kvtier.tiers.disk.files import FileInfo, FileSystem, LocalFiles
 
 _SECTOR_BYTES: Final = 512
 
@@ -46,6 +46,7 @@ class PowerCutFiles:
         self._names: dict[str, int] = {}  # path to number in the shadow: as it is
         self._safe_names: dict[str, int] = {}  # and as it would be after a cut
         self._safe_bytes: set[int] = set()
+        self._safe_lengths: dict[int, int] = {}  # of what was appended to and not synced since
         self._moved_from: dict[str, str] = {}  # renames that are not safe, by target
         self._safe_directories = {str(self._root)}
         for directory, _, names in os.walk(self._root):
@@ -91,6 +92,7 @@ class PowerCutFiles:
             if path not in self._names:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
             self._safe_bytes.add(self._names[path])
+            self._safe_lengths.pop(self._names[path], None)
 
     def sync_directory(self, path: str) -> None:
         """See ``Syncs.sync_directory``."""
@@ -101,6 +103,20 @@ class PowerCutFiles:
             self._safe_directories |= {
                 str(child) for child in Path(path).iterdir() if child.is_dir()
             }
+
+    def append(self, path: str, data: memoryview) -> None:
+        """See ``Appends.append``."""
+        with self._lock:
+            number = self._names.get(path)
+            length = Path(path).stat().st_size if number in self._safe_bytes else 0
+            try:
+                self._inner.append(path, data)
+            finally:
+                if number is None and Path(path).exists():
+                    number = self._names[path] = self._link(path)
+                if number is not None:
+                    self._safe_bytes.discard(number)
+                    self._safe_lengths.setdefault(number, length)
 
     def cut(self) -> None:
         """Lose the power, and come back with what survived; nobody may be using the files."""
@@ -157,10 +173,12 @@ class PowerCutFiles:
         if way == 0 or not data:
             os.link(kept, path)
         else:
-            sector = self._random.randrange(len(data) // _SECTOR_BYTES + 1) * _SECTOR_BYTES
+            start = self._safe_lengths.get(number, 0)
+            step = 1 if number in self._safe_lengths else _SECTOR_BYTES
+            torn = start + self._random.randrange((len(data) - start) // step + 1) * step
             if way == 1:
-                del data[sector:]
+                del data[torn:]
             else:
-                data[sector : sector + _SECTOR_BYTES] = bytes(len(data[sector:][:_SECTOR_BYTES]))
+                data[torn : torn + _SECTOR_BYTES] = bytes(len(data[torn:][:_SECTOR_BYTES]))
             path.write_bytes(data)
         self._adopt(name)

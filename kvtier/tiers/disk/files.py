@@ -1,7 +1,7 @@
 """Whole files of aligned bytes, past the page cache where the file system allows.
 
 The seam between the disk tier and the operating system: five calls that raise ``OSError`` as the
-system does, plus two that make bytes durable. Fault tests stand here.
+system does, plus two that make bytes durable and one that lengthens a log. Fault tests stand here.
 """
 
 from __future__ import annotations
@@ -60,8 +60,24 @@ class Syncs(Protocol):
         ...
 
 
+class Appends(Protocol):
+    """Making a file longer."""
+
+    def append(self, path: str, data: memoryview) -> None:
+        """Write at the end of a file in one call; file and directory are created when missing.
+
+        Goes through the page cache, so any length is right. Raises ``OSError``; then any part of
+        the bytes may be there.
+        """
+        ...
+
+
+class FileSystem(Files, Syncs, Appends, Protocol):
+    """All that the disk tier asks of a file system."""
+
+
 class LocalFiles:
-    """``Files`` and ``Syncs`` over the operating system. Safe from any thread."""
+    """``FileSystem`` over the operating system. Safe from any thread."""
 
     def list(self, directory: str) -> list[FileInfo]:
         """See ``Files.list``."""
@@ -121,6 +137,20 @@ class LocalFiles:
     def sync_directory(self, path: str) -> None:
         """See ``Syncs.sync_directory``."""
         _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+    def append(self, path: str, data: memoryview) -> None:
+        """See ``Appends.append``."""
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        try:
+            descriptor = os.open(path, flags, 0o600)
+        except FileNotFoundError:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            descriptor = os.open(path, flags, 0o600)
+        try:
+            if os.write(descriptor, data) != len(data):
+                raise OSError(errno.EIO, "short write", path)
+        finally:
+            os.close(descriptor)
 
 
 class _opened:  # noqa: N801 - reads as a verb where it is used
