@@ -15,11 +15,13 @@ from typing import Any, Final, TypeVar
 from kvtier.config import Durability, WriteMode, format_size, parse_size
 from kvtier.constants import CHUNK_TOKENS_MAX, GIB, MIB
 from kvtier.errors import ConfigError, nearest
-from kvtier.registry import codecs
+from kvtier.registry import Registry, codecs, policies
 from kvtier_engine.api.limits import DRAIN_DEADLINE_S
 
 #: The name under which the bundled model is asked for.
 BUNDLED_MODEL: Final = "smollm2-135m"
+
+_admissions: Final = Registry("kvtier.admissions", "admission")
 
 EnumT = TypeVar("EnumT", bound=StrEnum)
 
@@ -76,6 +78,15 @@ def _text(value: Any) -> str:
 
 def _maybe_path(value: Any) -> str:
     return str(Path(_text(value)).expanduser())
+
+
+def _directories(value: Any) -> tuple[str, ...]:
+    """Return the paths of a text with commas, or of a list, where a path may hold a comma."""
+    given = value if isinstance(value, list) else _text(value).split(",")
+    paths = tuple(_maybe_path(path.strip() if isinstance(path, str) else path) for path in given)
+    if not paths or len(set(paths)) < len(paths):
+        raise ConfigError("allowed: directories by comma, each named once")
+    return paths
 
 
 def _model(value: Any) -> str:
@@ -135,12 +146,15 @@ def _one_of(enum: type[EnumT]) -> Callable[[Any], EnumT]:
     return parse
 
 
-def _codec(value: Any) -> str:
-    known = codecs.names()
-    name = _text(value)
-    if name not in known:
-        raise ConfigError(f"allowed: {', '.join(known)}{nearest(name, known)}")
-    return name
+def _installed(registry: Registry) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        known = registry.names()
+        name = _text(value)
+        if name not in known:
+            raise ConfigError(f"allowed: {', '.join(known)}{nearest(name, known)}")
+        return name
+
+    return parse
 
 
 def _weights_id(value: Any) -> str:
@@ -181,14 +195,36 @@ OPTIONS: Final[tuple[Option, ...]] = (
         "max_num_batched_tokens", _whole(1, _COUNT_MAX), 512, "N", "tokens computed in one step"
     ),
     Option("dram", _size(0), GIB, "SIZE", "size of the DRAM tier"),
-    Option("disk", _maybe_path, "", "PATH", "directory of the disk tier (no disk tier)"),
-    Option("disk_bytes", _size(1), 10 * GIB, "SIZE", "size of the disk tier"),
+    Option(
+        "policy",
+        _installed(policies),
+        "lru",
+        "NAME",
+        "what leaves DRAM first: lru, arc, gittins, gittins-cost",
+    ),
+    Option("disk", _directories, (), "PATH[,PATH]", "directories of the disk tier (no disk tier)"),
+    Option("disk_bytes", _size(1), 10 * GIB, "SIZE", "size of the disk tier, all directories"),
+    Option(
+        "disk_policy",
+        _installed(policies),
+        "lru",
+        "NAME",
+        "what leaves the disk first, as --policy",
+    ),
+    Option(
+        "disk_admission",
+        _installed(_admissions),
+        "everything",
+        "NAME",
+        "what is written: everything, second-touch, learned",
+    ),
+    Option("disk_write_bytes_per_day", _size(0), 0, "SIZE", "bound of disk writes (no bound)"),
     Option(
         "disk_mode",
         _one_of(WriteMode),
         WriteMode.THROUGH,
         "MODE",
-        "through: write when stored; back: write when DRAM runs short",
+        "through: write when stored; back: when DRAM runs short",
     ),
     Option(
         "durability",
@@ -197,9 +233,10 @@ OPTIONS: Final[tuple[Option, ...]] = (
         "LEVEL",
         "of the disk tier: none, batch or each",
     ),
-    Option("codec", _codec, "raw", "NAME", "how KV is encoded in the tiers"),
+    Option("codec", _installed(codecs), "raw", "NAME", "how KV is encoded in the tiers"),
     Option("weights_id", _weights_id, "", "ID", "declares what the weights are (their digest)"),
     Option("no_cache", _switch, False, "", "no tiers below HBM"),
+    Option("access_log", _maybe_path, "", "PATH", "file with a line per request (no log)"),
     Option(
         "drain_seconds",
         _seconds,
@@ -232,7 +269,7 @@ def usage() -> str:
 
 def shown_default(option: Option) -> str:
     """Return an option's default as people write it; empty where the help says what happens."""
-    if option.default in {"", 0} or option.is_switch:
+    if not option.default:
         return ""
     if type(option.default) is int and option.metavar == "SIZE":
         return format_size(option.default).replace(" ", "")

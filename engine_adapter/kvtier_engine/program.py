@@ -123,8 +123,8 @@ def _tier_lines(server: Server) -> Iterator[str]:
     yield f"dram   {format_size(config.dram)}, {facts.codec}, chunks of {facts.chunk_tokens} tokens"
     if config.disk:
         yield (
-            f"disk   {format_size(config.disk_bytes)} in {config.disk}, write-{config.disk_mode}, "
-            f"durability {config.durability}"
+            f"disk   {format_size(config.disk_bytes)} in {', '.join(config.disk)}, "
+            f"write-{config.disk_mode}, durability {config.durability}"
         )
     cache = server.snapshot().cache
     for tier in cache.tiers if cache is not None else ():

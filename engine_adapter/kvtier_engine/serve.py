@@ -267,7 +267,9 @@ def _check_chunks(
         )
     sizes = {"--dram": config.dram_bytes}
     if config.disk is not None:
-        sizes["--disk-bytes"] = config.disk.capacity_bytes
+        each = len(config.disk.paths)
+        flag = "--disk-bytes" if each == 1 else f"each of {each} shares of --disk-bytes"
+        sizes[flag] = config.disk.capacity_bytes // each
     for flag, nbytes in sizes.items():
         if nbytes < chunk_bytes:
             raise ConfigError(

@@ -25,13 +25,20 @@ from kvtier_engine.options import (
 
 _VARIABLE_PREFIX: Final = "KVTIER_SERVE_"
 _MASK: Final = "********"
-_DISK_ONLY: Final = ("disk_bytes", "disk_mode", "durability")
-_CACHE_ONLY: Final = ("dram", "disk", *_DISK_ONLY, "codec")
+_DISK_ONLY: Final = (
+    "disk_bytes",
+    "disk_policy",
+    "disk_admission",
+    "disk_write_bytes_per_day",
+    "disk_mode",
+    "durability",
+)
+_CACHE_ONLY: Final = ("dram", "policy", "disk", *_DISK_ONLY, "codec")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Effective settings, one field per option; empty text or 0 where nothing was said."""
+    """Effective settings, one field per option; empty or 0 where nothing was said."""
 
     model: str
     device: DeviceChoice
@@ -47,13 +54,18 @@ class EngineConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     dram: int
-    disk: str
+    policy: str
+    disk: tuple[str, ...]
     disk_bytes: int
+    disk_policy: str
+    disk_admission: str
+    disk_write_bytes_per_day: int
     disk_mode: WriteMode
     durability: Durability
     codec: str
     weights_id: str
     no_cache: bool
+    access_log: str
     drain_seconds: float
 
     def __repr__(self) -> str:
@@ -66,8 +78,18 @@ class EngineConfig:
             return None
         disk = None
         if self.disk:
-            disk = DiskConfig(self.disk, self.disk_bytes, self.durability, self.disk_mode)
-        return CacheConfig(dram_bytes=self.dram, disk=disk, codec=self.codec)
+            first, *more = self.disk
+            disk = DiskConfig(
+                first,
+                self.disk_bytes,
+                self.durability,
+                self.disk_mode,
+                policy=self.disk_policy,
+                more_paths=tuple(more),
+                admission=self.disk_admission,
+                write_bytes_per_day=self.disk_write_bytes_per_day,
+            )
+        return CacheConfig(dram_bytes=self.dram, disk=disk, codec=self.codec, policy=self.policy)
 
 
 @dataclass(frozen=True, slots=True)

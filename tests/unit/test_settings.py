@@ -29,7 +29,7 @@ def refusal(*arguments: str, environment: Mapping[str, str] | None = None) -> st
 def test_defaults_serve_the_bundled_model_from_loopback() -> None:
     config = load().config
     assert (config.model, config.host, config.port) == ("smollm2-135m", "127.0.0.1", 8000)
-    assert (config.kv_bytes, config.dram, config.disk) == (512 * MIB, GIB, "")
+    assert (config.kv_bytes, config.dram, config.disk) == (512 * MIB, GIB, ())
     cache = config.cache_config()
     assert cache is not None
     assert cache.disk is None
@@ -37,7 +37,7 @@ def test_defaults_serve_the_bundled_model_from_loopback() -> None:
 
 def test_defaults_pass_their_own_checks() -> None:
     for option in OPTIONS:
-        if option.default not in {"", 0}:
+        if option.default:
             assert option.parse(option.default) == option.default, option.name
 
 
@@ -113,6 +113,13 @@ def test_b113_a_misspelt_variable_names_the_nearest() -> None:
         (["--dtype", "fp32"], ["--dtype", "float32"]),
         (["--durability", "eahc"], ["--durability", "none, batch, each", "'each'"]),
         (["--codec", "rwa"], ["--codec", "'rwa'", "'raw'"]),
+        (["--policy", "gitins"], ["--policy", "'gitins'", "arc", "did you mean 'gittins'"]),
+        (["--disk-policy", "lur"], ["--disk-policy", "'lur'", "did you mean 'lru'"]),
+        (["--disk-admission", "secnd-touch"], ["--disk-admission", "'secnd-touch'"]),
+        (["--disk-write-bytes-per-day", "1GB"], ["--disk-write-bytes-per-day", "'GiB'"]),
+        (["--disk", "/a,/b/,/a"], ["--disk", "each named once"]),
+        (["--disk", "/a,"], ["--disk", "not empty"]),
+        (["--access-log="], ["--access-log", "not empty"]),
         (["--drain-seconds", "nan"], ["--drain-seconds", "'nan'"]),
         (["--weights-id", "a b"], ["--weights-id", "'a b'"]),
         (["--no-cache=maybe"], ["--no-cache", "true, false"]),
@@ -138,6 +145,9 @@ def test_a_bad_option_is_named_with_what_is_allowed(arguments: list[str], parts:
         (["--disk-bytes", "1GiB"], ["--disk-bytes", "--disk PATH"]),
         (["--disk-mode", "back"], ["--disk-mode", "--disk PATH"]),
         (["--durability", "each"], ["--durability", "--disk PATH"]),
+        (["--disk-policy", "arc"], ["--disk-policy", "--disk PATH"]),
+        (["--disk-write-bytes-per-day", "0"], ["--disk-write-bytes-per-day", "--disk PATH"]),
+        (["--no-cache", "--policy", "arc"], ["--no-cache", "--policy"]),
         (
             ["--max-num-batched-tokens", "8"],
             ["--max-num-batched-tokens 8", "--max-num-seqs 16"],
@@ -149,6 +159,40 @@ def test_b115_contradictions_end_the_start(arguments: list[str], parts: list[str
     message = refusal(*arguments)
     for part in parts:
         assert part in message, message
+
+
+def test_each_tier_has_its_policy() -> None:
+    cache = load(
+        "--disk", "/d", "--policy", "gittins", "--disk-policy", "arc",
+        "--disk-write-bytes-per-day", "1TiB",
+    ).config.cache_config()  # fmt: skip
+    assert cache is not None
+    assert cache.disk is not None
+    assert (cache.policy, cache.disk.policy) == ("gittins", "arc")
+    assert (cache.disk.admission, cache.disk.write_bytes_per_day) == ("everything", 1024 * GIB)
+
+
+def test_b116_directories_of_the_disk_share_one_bound(tmp_path: Path) -> None:
+    """``--disk-bytes`` is for all directories together, however they are given."""
+    file = tmp_path / "serve.toml"
+    file.write_text('disk = ["/a", "/b, c"]\ndisk_bytes = "20GiB"\n')
+    for settings, paths in [
+        (load("--disk", "/a/, /b", "--disk-bytes", "20GiB"), ("/a", "/b")),
+        (load("--config", str(file)), ("/a", "/b, c")),
+    ]:
+        cache = settings.config.cache_config()
+        assert cache is not None
+        assert cache.disk is not None
+        assert cache.disk.paths == paths
+        assert cache.disk.capacity_bytes == 20 * GIB
+        assert settings.report()["disk"]["value"] == paths
+
+
+@pytest.mark.parametrize("value", ["[]", "[3]", '["/a", "/a"]', "3", '[""]'])
+def test_b113_a_bad_list_of_directories_is_refused(tmp_path: Path, value: str) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text(f"disk = {value}\n")
+    assert f"{file}: disk" in refusal("--config", str(file))
 
 
 def test_no_cache_works_from_the_environment() -> None:
@@ -182,6 +226,11 @@ def test_file_values_keep_their_types(tmp_path: Path) -> None:
     assert f"{file}: port" in refusal("--config", str(file))
     file.write_text("device = 3")
     assert f"{file}: device" in refusal("--config", str(file))
+
+
+def test_a_server_without_tiers_may_log_accesses() -> None:
+    """How large a cache would have to be is asked before there is one."""
+    assert load("--no-cache", "--access-log", "/tmp/a").config.access_log == "/tmp/a"
 
 
 def test_help_names_every_option() -> None:
