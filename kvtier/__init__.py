@@ -10,7 +10,7 @@ from kvtier.cache.worker import CacheWorker
 from kvtier.config import CacheConfig, DiskConfig, Durability, WriteMode
 from kvtier.errors import KVTierError
 from kvtier.registry import connect
-from kvtier.tiers.arena import ArenaHandle, map_arena
+from kvtier.tiers.memory import ArenaHandle, map_arena
 from kvtier.types import (
     Blocks,
     Features,

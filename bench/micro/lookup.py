@@ -62,7 +62,7 @@ def tokens_of(prompt: int) -> list[int]:
 def filled(chunks: int) -> Cache:
     """Return a cache that holds the first ``chunks / PROMPT_CHUNKS`` prompts."""
     needed = chunks * chunk_shape(LAYOUT, RawCodec()).chunk_bytes
-    with mock.patch("kvtier.tiers.arena._populate"):
+    with mock.patch("kvtier.tiers.memory._populate"):
         cache = Cache(CacheConfig(dram_bytes=needed + 64 * MIB))
     for prompt in range(chunks // PROMPT_CHUNKS):
         sequence = cache.sequence(NAMESPACE)

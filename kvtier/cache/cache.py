@@ -31,11 +31,12 @@ from kvtier.interfaces import BlockCodec, Clock
 from kvtier.keys import namespace_digest
 from kvtier.obs.stats import CacheStats, TierCounters, TierStats
 from kvtier.registry import codecs, policies
-from kvtier.tiers.arena import Arena, ArenaHandle
+from kvtier.tiers.arena import Arena
 from kvtier.tiers.disk.files import LocalFiles
 from kvtier.tiers.disk.shard_files import FileSystem, ShardFiles
 from kvtier.tiers.disk.tier import DiskRecord, DiskTier
 from kvtier.tiers.dram import DramRecord, DramTier, PolicyFactory
+from kvtier.tiers.memory import ArenaHandle
 from kvtier.types import Blocks, Features, MissReason, Namespace, Plan, Result, Tier
 
 _log = logging.getLogger("kvtier.disk")

@@ -11,7 +11,7 @@ from typing import Any, Final
 from kvtier.cache.worker import CacheWorker
 from kvtier.interfaces import PagedPool
 from kvtier.testing.engine_double import RankPool
-from kvtier.tiers.arena import ArenaHandle, map_arena
+from kvtier.tiers.memory import ArenaHandle, map_arena
 from kvtier.types import Blocks, ChunkKey, KVLayout, Part, Placement, Plan, Result
 
 #: Real seconds after which a process that does not answer is taken for dead.

@@ -6,167 +6,203 @@ neighbouring extents join::
 
     | slab: 5 x 11.8 MB | slab: 5 x 11.8 MB | free extent | slab: 16 x 4 MB | free extent |
 
-Memory is mapped and touched once (a fresh page costs microseconds, at the worst possible moment)
-and in huge pages where the kernel gives them: O_DIRECT into 4 KiB pages runs at a fifth of the
-speed.
+**Waste.** A byte is wasted for a size when nobody holds it and a slot of that size cannot have
+it: it lies in a free slot of another size, or in an extent shorter than the slot. A size is live
+while it has a slab; *slab(t)* is the full length of a slab of size t. Three things hold after
+every call, whatever was allocated and freed before:
+
+1. A slab is made only when every slot of its size is held, so the slabs of size t are together
+   less than one *slab(t)* longer than the most that was ever held of t at once.
+2. A slot of size s is refused only when no slot of s is free and every extent is shorter than s.
+   No two extents touch, so there are at most as many as slabs, and one more.
+3. Hence, as long as a size gives slots up only to take them again (chunks replaced by chunks of
+   their layout), a refusal leaves less than one slab per live size unused.
+
+No allocator that leaves what it gave out where it is can promise 3 for every order of frees
+(Robson, "Bounds for some functions concerning dynamic storage allocation", J. ACM 21(3), 1974):
+free slots may lie scattered over the slabs of one size while another starves. So the arena says
+which sizes have more than one slab's worth of free slots (``spare``), and the tier empties their
+emptiest slab before it gives up one of a size that is well packed.
 """
 
 from __future__ import annotations
 
 import bisect
-import contextlib
-import errno
-import mmap
-import os
+import heapq
 from dataclasses import dataclass, field
 
-from kvtier.constants import ALIGN_BYTES, HUGE_PAGE_BYTES, MIB, SLAB_BYTES_DEFAULT
+from kvtier.constants import ALIGN_BYTES, SLAB_BYTES_DEFAULT
 from kvtier.errors import ConfigError
+from kvtier.tiers.extents import Extents
+from kvtier.tiers.memory import Memory, Progress
 from kvtier.types import Slot
 
-# Linux 5.14: fault pages in without reading or writing them. Not in Python's mmap module.
-_MADV_POPULATE_WRITE = 23
-_POPULATE_STEP_BYTES = 256 * MIB
 # A slab takes at most this share of the arena, so that a chunk whose shards have several sizes
 # finds a slab for each of them in a small one too.
 _SLABS_MIN = 4
 
 
-@dataclass(frozen=True, slots=True)
-class ArenaHandle:
-    """How another process of this host maps a shared arena. Plain data."""
-
-    path: str
-    nbytes: int
-
-
-def map_arena(handle: ArenaHandle) -> memoryview:
-    """Map a shared arena that another process owns, readable and writable.
-
-    The mapping lives as long as the view. Raises ``OSError`` when the owner is gone.
-    """
-    descriptor = os.open(handle.path, os.O_RDWR)
-    try:
-        if os.fstat(descriptor).st_size != handle.nbytes:
-            raise FileNotFoundError(errno.ENOENT, "the arena's owner is gone", handle.path)
-        return memoryview(mmap.mmap(descriptor, handle.nbytes))
-    finally:
-        os.close(descriptor)
-
-
 @dataclass(slots=True)
 class Slab:
-    """Consecutive slots of one size. ``free`` holds offsets, the lowest last."""
+    """Consecutive slots of one size: those that are free and those that are given out."""
 
     offset: int
     slot_bytes: int
     slot_count: int
-    free: list[int] = field(default_factory=list)
+    free: list[int]
+    used: set[int] = field(default_factory=set)
 
     @property
     def nbytes(self) -> int:
         """Length of the slab's extent."""
         return self.slot_bytes * self.slot_count
 
-    def used_offsets(self) -> list[int]:
-        """Offsets of the slots that are given out."""
-        free = set(self.free)
-        end = self.offset + self.nbytes
-        return [o for o in range(self.offset, end, self.slot_bytes) if o not in free]
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of slots that are given out."""
+        return self.slot_bytes * len(self.used)
+
+
+@dataclass(slots=True)
+class _Size:
+    """What is known of one live size.
+
+    ``open_offsets`` is a heap of the slabs with a free slot. It may name slabs that are gone; a
+    slab is made only once the heap is empty, so it never names one twice.
+    """
+
+    slab_count: int = 0
+    free_count: int = 0
+    open_offsets: list[int] = field(default_factory=list)
 
 
 class Arena:
     """Owns the memory and says which bytes of it are whose. Used under the cache's lock.
 
-    With ``shared`` the memory is a memfd that workers in other processes map by ``handle``.
-    ``slab_bytes`` is what a slab strives for, less in an arena of few slabs; one that needs more
-    for a single slot is longer.
+    ``allocate`` and ``free`` take O(log n) of the slabs (a slot of a slab that is new or goes
+    also a move of n pointers: 20 microseconds at 100,000 slabs). With ``shared`` the memory is a
+    memfd that workers in other processes map by ``handle``. ``slab_bytes`` is what a slab strives
+    for, less in an arena of few slabs; one that needs more for a single slot is longer. Mapping
+    blocks; see ``Memory`` for ``progress`` and for the ``ConfigError`` of too large an arena.
     """
 
     def __init__(
-        self, capacity_bytes: int, *, slab_bytes: int = SLAB_BYTES_DEFAULT, shared: bool = False
+        self,
+        capacity_bytes: int,
+        *,
+        slab_bytes: int = SLAB_BYTES_DEFAULT,
+        shared: bool = False,
+        progress: Progress | None = None,
     ) -> None:
         capacity_bytes -= capacity_bytes % ALIGN_BYTES
         if capacity_bytes <= 0:
             raise ConfigError(f"arena of {capacity_bytes} bytes; at least {ALIGN_BYTES} are needed")
-        self.capacity_bytes = capacity_bytes
-        self._slab_bytes = min(slab_bytes, capacity_bytes // _SLABS_MIN)
-        self._descriptor = os.memfd_create("kvtier-arena") if shared else -1
-        self._mapping = _map(capacity_bytes, self._descriptor)
-        self.memory = memoryview(self._mapping)
-        self.handle: ArenaHandle | None = None
-        if shared:
-            self.handle = ArenaHandle(f"/proc/{os.getpid()}/fd/{self._descriptor}", capacity_bytes)
-        self._extents: list[tuple[int, int]] = [(0, capacity_bytes)]  # (offset, nbytes), sorted
+        self._memory = Memory(capacity_bytes, shared=shared, progress=progress)
+        self.memory = self._memory.view
+        self.handle = self._memory.handle
+        #: Pages of 2 MiB: O_DIRECT at full speed needs no detour over memory that has them.
+        self.huge = self._memory.huge
+        self.capacity_bytes = len(self.memory)
+        self._slab_bytes = min(slab_bytes, self.capacity_bytes // _SLABS_MIN)
+        self._used_bytes = 0
+        self._extents = Extents(self.capacity_bytes)
         self._slabs: dict[int, Slab] = {}  # by offset
-        self._by_size: dict[int, set[int]] = {}  # offsets of slabs with a free slot
+        self._sizes: dict[int, _Size] = {}  # by slot size
         self._offsets: list[int] = []  # of all slabs, sorted: which slab a slot is in
 
     @property
     def used_bytes(self) -> int:
         """Bytes of slots that are given out."""
-        return sum((s.slot_count - len(s.free)) * s.slot_bytes for s in self._slabs.values())
+        return self._used_bytes
 
     def view(self, slot: Slot) -> memoryview:
         """Return a slot's bytes; the caller holds a pin for as long as it uses them."""
         return self.memory[slot.offset : slot.offset + slot.nbytes]
 
     def allocate(self, nbytes: int) -> Slot | None:
-        """Give out a slot of exactly ``nbytes`` (a multiple of 4096), or None: no room as is."""
+        """Give out a slot of exactly ``nbytes`` (a multiple of 4096), or None: no room as is.
+
+        The lowest slab that has one gives it, so that slabs high up run empty.
+        """
         assert nbytes > 0, "an empty slot"
         assert nbytes % ALIGN_BYTES == 0, "slots are 4096-aligned"
-        open_slabs = self._by_size.get(nbytes)
-        slab = self._slabs[min(open_slabs)] if open_slabs else self._new_slab(nbytes)
+        slab = self._open_slab(nbytes) or self._new_slab(nbytes)
         if slab is None:
             return None
         offset = slab.free.pop()
+        slab.used.add(offset)
+        size = self._sizes[nbytes]
+        size.free_count -= 1
         if not slab.free:
-            self._by_size[nbytes].discard(slab.offset)
+            heapq.heappop(size.open_offsets)
+        self._used_bytes += nbytes
         return Slot(offset, nbytes)
 
     def free(self, slot: Slot) -> None:
         """Take a slot back. An empty slab gives up its extent to whatever size comes next."""
         slab = self._slab_of(slot)
-        assert slot.offset not in slab.free, "freed twice"
+        size = self._sizes[slab.slot_bytes]
+        if not slab.free:
+            heapq.heappush(size.open_offsets, slab.offset)
+        slab.used.remove(slot.offset)
         slab.free.append(slot.offset)
-        self._by_size.setdefault(slab.slot_bytes, set()).add(slab.offset)
-        if len(slab.free) == slab.slot_count:
+        size.free_count += 1
+        self._used_bytes -= slot.nbytes
+        if not slab.used:
             self._drop_slab(slab)
 
     def slabs(self) -> list[Slab]:
         """Return the live slabs, for the tier to choose one that shall be emptied."""
         return list(self._slabs.values())
 
-    def close(self) -> None:
-        """Give the memory back. Every view given out must be gone or unused.
+    def spare(self, slot_bytes: int) -> bool:
+        """Tell whether a size has more than one slab's worth of free slots."""
+        size = self._sizes.get(slot_bytes)
+        return size is not None and size.free_count > self._slot_count(slot_bytes)
 
-        A view that is still alive keeps the mapping, but not the pages of it that nobody shares:
-        they read as zeros. A second call does nothing.
-        """
-        if self._mapping.closed:
-            return
-        self._mapping.madvise(mmap.MADV_DONTNEED)
-        with contextlib.suppress(BufferError):
-            self.memory.release()
-            self._mapping.close()
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+    def close(self) -> None:
+        """Give the memory back. Every view given out must be gone or unused; see ``Memory``."""
+        self._memory.close()
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` unless slabs and extents cover the memory exactly once."""
-        spans = self._extents + [(s.offset, s.nbytes) for s in self._slabs.values()]
-        position = 0
-        for offset, nbytes in sorted(spans):
+        spans = [(offset, nbytes, True) for offset, nbytes in self._extents.spans()]
+        spans += [(s.offset, s.nbytes, False) for s in self._slabs.values()]
+        position, after_extent = 0, False
+        for offset, nbytes, extent in sorted(spans):
             if offset != position or nbytes <= 0:
                 raise AssertionError(f"a gap or overlap at offset {position} of the arena")
-            position += nbytes
+            if extent and after_extent:
+                raise AssertionError(f"extents that touch at offset {position}")
+            position, after_extent = position + nbytes, extent
         if position != self.capacity_bytes or sorted(self._slabs) != self._offsets:
             raise AssertionError("slabs do not add up to the arena")
+        if sum(s.used_bytes for s in self._slabs.values()) != self._used_bytes:
+            raise AssertionError("slots given out do not add up to the bytes in use")
         for slab in self._slabs.values():
-            listed = slab.offset in self._by_size.get(slab.slot_bytes, set())
-            if listed != bool(slab.free) or len(set(slab.free)) != len(slab.free):
-                raise AssertionError(f"slab at {slab.offset} is listed wrongly")
+            slots = {slab.offset + n * slab.slot_bytes for n in range(slab.slot_count)}
+            if not slab.used or {*slab.free} | slab.used != slots:
+                raise AssertionError(f"slab at {slab.offset} has lost a slot or is kept empty")
+            if len(slab.free) + len(slab.used) != slab.slot_count:
+                raise AssertionError(f"slab at {slab.offset} has a slot twice")
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        for slot_bytes, size in self._sizes.items():
+            slabs = [s for s in self._slabs.values() if s.slot_bytes == slot_bytes]
+            counted = (len(slabs), sum(len(s.free) for s in slabs))
+            if counted != (size.slab_count, size.free_count) or not slabs:
+                raise AssertionError(f"slots of {slot_bytes} bytes: {size}, but {counted}")
+            live = {s.offset for s in slabs}
+            listed = sorted(offset for offset in size.open_offsets if offset in live)
+            if listed != sorted(s.offset for s in slabs if s.free):
+                raise AssertionError(f"slabs with a free slot of {slot_bytes}: {listed} are listed")
+        if len({s.slot_bytes for s in self._slabs.values()}) != len(self._sizes):
+            raise AssertionError("a live size is not known")
+
+    def _slot_count(self, slot_bytes: int) -> int:
+        """Return the slots of a slab that has its full length."""
+        return max(1, self._slab_bytes // slot_bytes)
 
     def _slab_of(self, slot: Slot) -> Slab:
         before = bisect.bisect_right(self._offsets, slot.offset)
@@ -174,72 +210,39 @@ class Arena:
         slab = self._slabs[self._offsets[before - 1]]
         assert slot.offset < slab.offset + slab.nbytes, "a slot of no slab"
         assert slab.slot_bytes == slot.nbytes, "a slot of another size"
-        assert (slot.offset - slab.offset) % slab.slot_bytes == 0, "not a slot's start"
+        assert slot.offset in slab.used, "freed twice, or not a slot's start"
         return slab
 
-    def _new_slab(self, slot_bytes: int) -> Slab | None:
-        wanted = max(1, self._slab_bytes // slot_bytes)
-        for i, (offset, nbytes) in enumerate(self._extents):
-            count = min(wanted, nbytes // slot_bytes)
-            if count == 0:
-                continue
-            slab = Slab(offset, slot_bytes, count)
-            slab.free = list(range(offset, offset + slab.nbytes, slot_bytes))[::-1]
-            rest = (offset + slab.nbytes, nbytes - slab.nbytes)
-            self._extents[i : i + 1] = [rest] if rest[1] else []
-            self._slabs[offset] = slab
-            bisect.insort(self._offsets, offset)
-            self._by_size.setdefault(slot_bytes, set()).add(offset)
-            return slab
+    def _open_slab(self, slot_bytes: int) -> Slab | None:
+        """Return the lowest slab with a free slot of this size."""
+        size = self._sizes.get(slot_bytes)
+        while size is not None and size.open_offsets:
+            slab = self._slabs.get(size.open_offsets[0])
+            if slab is not None and slab.slot_bytes == slot_bytes:
+                return slab
+            heapq.heappop(size.open_offsets)
         return None
+
+    def _new_slab(self, slot_bytes: int) -> Slab | None:
+        extent = self._extents.take(slot_bytes, self._slot_count(slot_bytes))
+        if extent is None:
+            return None
+        offset, count = extent
+        slots = range(offset, offset + count * slot_bytes, slot_bytes)
+        slab = self._slabs[offset] = Slab(offset, slot_bytes, count, [*reversed(slots)])
+        bisect.insort(self._offsets, offset)
+        size = self._sizes.setdefault(slot_bytes, _Size())
+        size.slab_count += 1
+        size.free_count += count
+        size.open_offsets.append(offset)  # The heap was empty.
+        return slab
 
     def _drop_slab(self, slab: Slab) -> None:
         del self._slabs[slab.offset]
-        self._offsets.remove(slab.offset)
-        self._by_size[slab.slot_bytes].discard(slab.offset)
-        bisect.insort(self._extents, (slab.offset, slab.nbytes))
-        joined: list[tuple[int, int]] = []
-        for offset, nbytes in self._extents:
-            if joined and joined[-1][0] + joined[-1][1] == offset:
-                joined[-1] = (joined[-1][0], joined[-1][1] + nbytes)
-            else:
-                joined.append((offset, nbytes))
-        self._extents = joined
-
-
-def _map(nbytes: int, descriptor: int) -> mmap.mmap:
-    """Map and touch ``nbytes``, of the descriptor if there is one. Raises ``ConfigError``."""
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        # Touching more than there is would not fail: the system would end some process for it.
-        if nbytes > physical:
-            raise OSError(errno.ENOMEM, f"it has {physical}")
-        if descriptor >= 0:
-            os.ftruncate(descriptor, nbytes)
-            mapping = mmap.mmap(descriptor, nbytes)
-        else:
-            mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        _populate(mapping, nbytes)
-    except OSError as error:
-        if descriptor >= 0:
-            os.close(descriptor)
-        raise ConfigError(f"arena of {nbytes} bytes: the machine does not have them") from error
-    return mapping
-
-
-def _populate(mapping: mmap.mmap, nbytes: int) -> None:
-    """Fault every page in, huge ones where the kernel gives them."""
-    if nbytes >= HUGE_PAGE_BYTES:
-        # A kernel without huge pages refuses the advice; everything works, only slower.
-        with contextlib.suppress(OSError):
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-    try:
-        for start in range(0, nbytes, _POPULATE_STEP_BYTES):
-            step = min(_POPULATE_STEP_BYTES, nbytes - start)
-            mapping.madvise(_MADV_POPULATE_WRITE, start, step)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        # Older than 5.14: touch each page.
-        for start in range(0, nbytes, ALIGN_BYTES):
-            mapping[start] = 0
+        del self._offsets[bisect.bisect_left(self._offsets, slab.offset)]
+        size = self._sizes[slab.slot_bytes]
+        size.slab_count -= 1
+        size.free_count -= slab.slot_count
+        if not size.slab_count:
+            del self._sizes[slab.slot_bytes]
+        self._extents.give(slab.offset, slab.nbytes)

@@ -1,8 +1,16 @@
 """The DRAM tier: an arena, an index and a policy that evicts at the moment of need.
 
 A reservation evicts synchronously or is refused; nothing waits, spins or runs behind the scenes.
-When the policy has made room in bytes but no slab has a slot of the size that is needed, the
-coldest slab, of another size if possible, is emptied and given over.
+When the policy has made room in bytes but no slab has a slot of the size that is needed, a slab
+of another size is emptied and given over: the emptiest of a size with more than one slab's worth
+of free slots, else the coldest. When none can be, the coldest chunk with a slot of that size goes.
+
+Nothing is moved, so a pin holds its slab where it is. A chunk of one shard that the policy admits
+is refused only when no eviction could make room for it: no slot of its size is free or held by a
+chunk that may leave, and between the slabs with a chunk that must stay (pinned, filling, leaving
+with a pin, or an ancestor of what comes in) every range is shorter than the shard. A chunk of m
+shards of at most n bytes that the policy admits is never refused while what lies outside the p
+slabs with a chunk that must stay is m slabs and (p + m) n bytes or more.
 """
 
 from __future__ import annotations
@@ -11,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kvtier.interfaces import Clock, EvictionPolicy
-from kvtier.tiers.arena import Arena, Slab
+from kvtier.tiers.arena import Arena
 from kvtier.tiers.index import Record, State, TierIndex
 from kvtier.types import ChunkKey, Entry, Features, ShardId, Slot
 
@@ -65,17 +73,10 @@ class DramTier:
             return None
         for victim in victims:
             self._evict(victim)
-        places: dict[ShardId, Slot] = {}
-        for shard, nbytes in sizes.items():
-            slot = self.arena.allocate(nbytes)
-            while slot is None and self._empty_coldest_slab(nbytes, entry):
-                slot = self.arena.allocate(nbytes)
-            if slot is None:
-                self._policy.remove(entry.key)
-                for taken in places.values():
-                    self.arena.free(taken)
-                return None
-            places[shard] = slot
+        places = self._place(entry, sizes)
+        if places is None:
+            self._policy.remove(entry.key)
+            return None
         record = DramRecord(entry, namespace, codec, places)
         self.index.add(record)
         self.index.pin(record)
@@ -132,7 +133,7 @@ class DramTier:
         self.arena.check_integrity()
         held = {slot.offset for record in self.index for slot in record.places.values()}
         lost = [o for o in held if o not in self._owners]
-        given = {o for slab in self.arena.slabs() for o in slab.used_offsets()}
+        given = {o for slab in self.arena.slabs() for o in slab.used}
         if lost or given != set(self._owners):
             raise AssertionError("slots given out are not those that records hold")
         if set(self._touched) != {record.entry.key for record in self.index}:
@@ -151,10 +152,27 @@ class DramTier:
             del self._owners[slot.offset]
             self.arena.free(slot)
 
-    def _empty_coldest_slab(self, slot_bytes: int, entry: Entry) -> bool:
-        """Evict everything in one slab for an entry; False when none can be emptied.
+    def _place(self, entry: Entry, sizes: Mapping[ShardId, int]) -> dict[ShardId, Slot] | None:
+        """Give every shard a slot, in the order of ``sizes``, or take none."""
+        places: dict[ShardId, Slot] = {}
+        # Large slots first: small ones would stand in the way of the neighbours they need.
+        for shard in sorted(sizes, key=sizes.__getitem__, reverse=True):
+            slot = self.arena.allocate(sizes[shard])
+            while slot is None and self._make_way(sizes[shard], entry):
+                slot = self.arena.allocate(sizes[shard])
+            if slot is None:
+                for taken in places.values():
+                    self.arena.free(taken)
+                return None
+            places[shard] = slot
+        return {shard: places[shard] for shard in sizes}
 
-        The coldest of the other sizes; one of ``slot_bytes`` itself when none of those may go.
+    def _make_way(self, slot_bytes: int, entry: Entry) -> bool:
+        """Evict what stands in the way of a slot for an entry; False when nothing more may go.
+
+        Everything in one slab of another size, so that it changes hands: the emptiest of a size
+        that has slots to spare, else the coldest. When none can be emptied, the coldest chunk
+        that has a slot of this size.
         """
         stays: set[ChunkKey] = set()
         above = self.index.get(entry.parent) if entry.parent is not None else None
@@ -162,27 +180,29 @@ class DramTier:
             stays.add(above.entry.key)
             parent = above.entry.parent
             above = self.index.get(parent) if parent is not None else None
-        candidates = [
-            (slab.slot_bytes == slot_bytes, heat, slab.offset, slab)
-            for slab in self.arena.slabs()
-            if (heat := self._heat(slab, stays)) is not None
-        ]
-        if not candidates:
+        others: list[tuple[bool, float, int, set[ChunkKey]]] = []
+        own: list[tuple[float, int, set[ChunkKey]]] = []
+        for slab in self.arena.slabs():
+            leavers = {o: key for o in slab.used if (key := self._leaver(o, stays)) is not None}
+            if slab.slot_bytes == slot_bytes:
+                own += [(self._touched[key], o, {key}) for o, key in leavers.items()]
+            elif len(leavers) == len(slab.used):
+                packed = not self.arena.spare(slab.slot_bytes)
+                heat = max(self._touched[key] for key in leavers.values())
+                rank = heat if packed else len(slab.used) / slab.slot_count
+                others.append((packed, rank, slab.offset, set(leavers.values())))
+        if not others and not own:
             return False
-        slab = min(candidates)[-1]
-        for offset in slab.used_offsets():
-            owner = self._owners.get(offset)
-            if owner is not None:  # A chunk with two slots here left with the first.
-                self._policy.remove(owner.entry.key)
-                self._evict(owner.entry.key)
+        for key in min(others)[-1] if others else min(own)[-1]:
+            self._policy.remove(key)
+            self._evict(key)
         return True
 
-    def _heat(self, slab: Slab, stays: set[ChunkKey]) -> float | None:
-        """Return the time of the slab's latest access, or None when a chunk of it must stay."""
-        offsets = slab.used_offsets()
-        if not self._owners.keys() >= set(offsets):
+    def _leaver(self, offset: int, stays: set[ChunkKey]) -> ChunkKey | None:
+        """Return whose slot this is, or None when it must stay."""
+        owner = self._owners.get(offset)
+        if owner is None:
             return None  # A slot of the chunk that room is being made for.
-        owners = [self._owners[offset] for offset in offsets]
-        if any(o.pins or o.state is not State.READY or o.entry.key in stays for o in owners):
-            return None
-        return max((self._touched[o.entry.key] for o in owners), default=0.0)
+        key = owner.entry.key
+        may_leave = not owner.pins and owner.state is State.READY and key not in stays
+        return key if may_leave else None

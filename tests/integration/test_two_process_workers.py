@@ -15,7 +15,7 @@ from kvtier.cache.sequence import Sequence
 from kvtier.config import CacheConfig, DiskConfig
 from kvtier.testing.engine_double import wait_until
 from kvtier.testing.rank_process import RankProcess
-from kvtier.tiers.arena import map_arena
+from kvtier.tiers.memory import map_arena
 from kvtier.types import (
     Blocks,
     LoadOutcome,

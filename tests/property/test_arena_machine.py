@@ -63,11 +63,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def books_agree(self) -> None:
         self.arena.check_integrity()
         assert self.arena.used_bytes == sum(slot.nbytes for slot in self.live)
-        given = {
-            (offset, slab.slot_bytes)
-            for slab in self.arena.slabs()
-            for offset in slab.used_offsets()
-        }
+        given = {(offset, slab.slot_bytes) for slab in self.arena.slabs() for offset in slab.used}
         assert given == {(slot.offset, slot.nbytes) for slot in self.live}
 
     def teardown(self) -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from kvtier.constants import MIB
 from kvtier.errors import ConfigError
-from kvtier.tiers.arena import Arena, ArenaHandle, map_arena
+from kvtier.tiers.arena import Arena
+from kvtier.tiers.memory import ArenaHandle, map_arena
 from kvtier.types import Slot
 
 PAGE = 4096
@@ -139,7 +140,7 @@ def test_freeing_what_was_not_given_out_is_a_bug(arena: Arena, wrong: Slot) -> N
 
 READER = """
 import sys
-from kvtier.tiers.arena import ArenaHandle, map_arena
+from kvtier.tiers.memory import ArenaHandle, map_arena
 memory = map_arena(ArenaHandle(sys.argv[1], int(sys.argv[2])))
 print(bytes(memory[4096:4101]).decode())
 memory[8192:8197] = b"reply"
