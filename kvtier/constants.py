@@ -53,6 +53,14 @@ GROUP_COMMIT_S: Final = 0.2
 # finds nothing of a namespace that was ever invalidated.
 EPOCHS_WAIT_S_MAX: Final = 1.0
 
+# The disk tier's index at rest: a snapshot and a log of what has changed since.
+JOURNAL_ROWS_MAX: Final = 1 << 25
+JOURNAL_KINDS_BYTES_MAX: Final = 64 * MIB
+JOURNAL_BATCH_BYTES_MAX: Final = 32 * MIB
+JOURNAL_LOG_BYTES_MAX: Final = GIB
+# A log is folded into a new snapshot above this many changes, or above half of the rows.
+JOURNAL_CHANGES_LOGGED: Final = 65_536
+
 # Write-back: the dirty share of DRAM above which dirty chunks are written out in the background.
 DIRTY_SHARE_HIGH: Final = 0.5
 
