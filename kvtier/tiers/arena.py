@@ -15,8 +15,9 @@ every call, whatever was allocated and freed before:
    less than one *slab(t)* longer than the most that was ever held of t at once.
 2. A slot of size s is refused only when no slot of s is free and every extent is shorter than s.
    No two extents touch, so there are at most as many as slabs, and one more.
-3. Hence, as long as a size gives slots up only to take them again (chunks replaced by chunks of
-   their layout), a refusal leaves less than one slab per live size unused.
+3. Hence, while no slab has run empty there is one extent, and while each size holds as much as it
+   ever did (chunks are replaced by chunks of their layout), a refusal leaves less than one slab
+   per live size unused.
 
 No allocator that leaves what it gave out where it is can promise 3 for every order of frees
 (Robson, "Bounds for some functions concerning dynamic storage allocation", J. ACM 21(3), 1974):

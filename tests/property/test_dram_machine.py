@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from hypothesis import settings, strategies
+from collections.abc import Callable
+
+from hypothesis import assume, given, settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvtier.policies.lru import LRU
@@ -15,6 +17,7 @@ from kvtier.types import ChunkKey, Entry, Features, ShardId, Slot
 
 PAGE = 4096
 CAPACITY = 24 * PAGE
+SLAB = 4 * PAGE
 #: Shard sizes in pages; the last chunks fit only when much has left, or not at all.
 SHAPES = ((1,), (1,), (2,), (3,), (1, 2), (2, 1, 3), (5,), (12,), (24,), (25,))
 
@@ -23,12 +26,27 @@ class DramMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = FakeClock()
-        self.tier = DramTier(Arena(CAPACITY, slab_bytes=4 * PAGE), LRU, self.clock, self.evicted)
+        self.tier = DramTier(
+            Arena(CAPACITY, slab_bytes=SLAB), self.policy, self.clock, self.evicted
+        )
+        self.admitted = False
         self.patterns: dict[int, bytes] = {}  # by identity of the record
         self.held: dict[ChunkKey, DramRecord] = {}
         self.filling: list[DramRecord] = []
         self.leases: list[Lease[Slot]] = []
         self.count = 0
+
+    def policy(self, capacity_bytes: int, pinned: Callable[[ChunkKey], bool]) -> LRU:
+        """LRU, and a note whether it let the latest entry in."""
+        machine = self
+
+        class Noting(LRU):
+            def admit(self, entry: Entry, now: float) -> list[ChunkKey] | None:
+                victims = super().admit(entry, now)
+                machine.admitted = victims is not None
+                return victims
+
+        return Noting(capacity_bytes, pinned)
 
     def evicted(self, record: DramRecord) -> None:
         assert self.held.pop(record.entry.key) is record
@@ -54,6 +72,7 @@ class DramMachine(RuleBasedStateMachine):
             or sum(shape) > 6
         )
         before = set(self.held)
+        possible = self.room_for(parent, list(sizes.values()))
         self.clock.advance(1.0)
         record = self.tier.reserve(entry, b"n" * 32, "raw", sizes)
         line = parent
@@ -62,6 +81,7 @@ class DramMachine(RuleBasedStateMachine):
             line = self.held[line].entry.parent
         if record is None:
             assert may_refuse, "refused although everything could leave"
+            assert not (self.admitted and possible), "refused what evictions make room for"
             return
         self.count += 1
         pattern = self.count.to_bytes(4, "little")
@@ -71,6 +91,33 @@ class DramMachine(RuleBasedStateMachine):
             self.tier.arena.view(slot)[:] = pattern * (slot.nbytes // 4)
         self.held[key] = record
         self.filling.append(record)
+
+    def room_for(self, parent: ChunkKey | None, sizes: list[int]) -> bool:
+        """Tell whether the tier promises room: for one shard exactly, for several at least."""
+        stays: set[ChunkKey] = set()
+        while parent is not None and parent in self.held:
+            stays.add(parent)
+            parent = self.held[parent].entry.parent
+        leased = [record for lease in self.leases for record in lease.records]
+        kept = {
+            slot.offset
+            for record in (*self.held.values(), *leased)
+            if record.pins or record.state is not State.READY or record.entry.key in stays
+            for slot in record.places.values()
+        }
+        slabs = sorted(self.tier.arena.slabs(), key=lambda slab: slab.offset)
+        held = [slab for slab in slabs if slab.used & kept]
+        if len(sizes) > 1:
+            largest = max(sizes)
+            outside = CAPACITY - sum(slab.nbytes for slab in held)
+            slabs_bytes = len(sizes) * max(SLAB, largest)
+            return outside >= slabs_bytes + (len(held) + len(sizes)) * largest
+        (size,) = sizes
+        starts = [0, *(slab.offset + slab.nbytes for slab in held)]
+        ends = [*(slab.offset for slab in held), CAPACITY]
+        return any(
+            slab.slot_bytes == size and len(slab.used & kept) < slab.slot_count for slab in slabs
+        ) or any(end - start >= size for start, end in zip(starts, ends, strict=True))
 
     @precondition(lambda self: self.filling)
     @rule(
@@ -139,3 +186,53 @@ class DramMachine(RuleBasedStateMachine):
 
 DramMachine.TestCase.settings = settings(stateful_step_count=40)
 TestDramMachine = DramMachine.TestCase
+
+
+@settings(max_examples=80)
+@given(
+    pages=strategies.lists(strategies.sampled_from((1, 2, 3)), min_size=40, max_size=60),
+    gone=strategies.sets(strategies.integers(0, 59), min_size=10, max_size=50),
+    pinned=strategies.sets(strategies.integers(0, 59), max_size=3),
+    wanted=strategies.sampled_from((4, 5, 6)),
+)
+def test_the_emptiest_slab_of_a_size_with_slots_to_spare_goes_first(
+    pages: list[int], gone: set[int], pinned: set[int], wanted: int
+) -> None:
+    """No chunk of a well packed size leaves while another size has more than a slab to spare."""
+    left: list[DramRecord] = []
+    tier = DramTier(Arena(48 * PAGE, slab_bytes=6 * PAGE), LRU, FakeClock(), left.append)
+    held: dict[int, DramRecord] = {}
+
+    def store(name: int, size: int) -> DramRecord | None:
+        entry = Entry(chunk_key(name), None, size * PAGE, 0)
+        record = tier.reserve(entry, b"n" * 32, "raw", {ShardId(0, 0, 0): size * PAGE})
+        if record is not None:
+            tier.commit(record)
+        return record
+
+    for name, size in enumerate(pages):
+        if tier.used_bytes + size * PAGE <= 48 * PAGE and not left:
+            record = store(name, size)
+            assert record is not None
+            held[name] = record
+    for record in left:
+        held = {name: other for name, other in held.items() if other is not record}
+    left.clear()
+    for name in gone & held.keys():
+        tier.abandon(held.pop(name))
+    lease = tier.index.lease([held[name] for name in pinned & held.keys()])
+    assume(tier.used_bytes + wanted * PAGE <= 48 * PAGE)
+    fixed = {slot.offset for record in lease.records for slot in record.places.values()}
+    shares = {  # Of the slabs that may be emptied, by offset of a slot: how much of it is held.
+        offset: len(slab.used) / slab.slot_count
+        for slab in tier.arena.slabs()
+        if tier.arena.spare(slab.slot_bytes) and not slab.used & fixed
+        for offset in slab.used
+    }
+    store(99, wanted)
+    if left and shares:
+        (slot,) = left[0].places.values()
+        assert shares.get(slot.offset) == min(shares.values())
+    lease.release()
+    tier.check_integrity()
+    tier.arena.close()

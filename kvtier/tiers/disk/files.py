@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -72,6 +73,17 @@ class Appends(Protocol):
         ...
 
 
+class Pieces(Protocol):
+    """Writing what does not lie in one place."""
+
+    def create_from(self, path: str, pieces: Iterable[memoryview]) -> None:
+        """Write pieces of whole 4096 bytes as one new file; otherwise as ``Files.create``.
+
+        A piece is written before the next is asked for, which may lie in the same memory.
+        """
+        ...
+
+
 class FileSystem(Files, Syncs, Appends, Protocol):
     """All that the disk tier asks of a file system."""
 
@@ -108,14 +120,21 @@ class LocalFiles:
 
     def create(self, path: str, data: memoryview) -> None:
         """See ``Files.create``."""
+        self.create_from(path, (data,))
+
+    def create_from(self, path: str, pieces: Iterable[memoryview]) -> None:
+        """See ``Pieces.create_from``."""
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
-            position = 0
-            while position < len(data):
-                count = os.pwritev(descriptor, [data[position:]], position)
-                if count == 0 or count % ALIGN_BYTES:
-                    raise OSError(errno.EIO, "short write", path)
-                position += count
+            start = 0
+            for data in pieces:
+                position = 0
+                while position < len(data):
+                    count = os.pwritev(descriptor, [data[position:]], start + position)
+                    if count == 0 or count % ALIGN_BYTES:
+                        raise OSError(errno.EIO, "short write", path)
+                    position += count
+                start += position
 
     def replace(self, source: str, target: str) -> None:
         """See ``Files.replace``."""
