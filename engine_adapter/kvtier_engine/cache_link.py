@@ -323,7 +323,7 @@ class CacheLink:
         followed = self._followed.get(request)
         if followed is None:
             namespace = replace(self._namespace, tenant_salt=request.spec.cache_salt)
-            followed = _Followed(self._cache.sequence(namespace))
+            followed = _Followed(self._cache.sequence(namespace, features=request.spec.features))
             self._followed[request] = followed
         sequence = followed.sequence
         sequence.append(request.tokens[sequence.token_count :])

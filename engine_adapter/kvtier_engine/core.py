@@ -32,6 +32,11 @@ _log = logging.getLogger(__name__)
 DeltaSink = Callable[[Delta], None]
 
 
+def tell_nobody(request: Request) -> None:
+    """Be the ``on_admitted`` of an engine whose admissions nobody follows."""
+    del request
+
+
 class Runner(Protocol):
     """What computes a step, as ``kvtier_engine.runner.ModelRunner``."""
 
@@ -82,12 +87,17 @@ class EngineCore:
         detokenizer: Callable[[], Detokenizer],
         end_ids: frozenset[int],
         clock: Clock,
+        on_admitted: Callable[[Request], None] = tell_nobody,
     ) -> None:
-        """``detokenizer`` makes a fresh one for each request; ``end_ids`` end an answer."""
+        """``detokenizer`` makes a fresh one for each request; ``end_ids`` end an answer.
+
+        ``on_admitted`` is told of each request once, when it first runs; it must not block or
+        raise.
+        """
         self._runner = runner
         self._pool = pool
         self._link = link
-        self._scheduler = Scheduler(pool, link, config, clock)
+        self._scheduler = Scheduler(pool, link, config, clock, on_admitted)
         self._detokenizer = detokenizer
         self._end_ids = end_ids
         self._clock = clock

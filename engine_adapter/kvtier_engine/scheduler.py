@@ -9,7 +9,7 @@ load that ranks last is given up, or a running request makes way for a loaded on
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from heapq import heappop, heappush
 
@@ -45,13 +45,24 @@ class _Verdict(Enum):
 
 
 class Scheduler:
-    """Owner of all requests from submission to their end. One thread only: the engine's."""
+    """Owner of all requests from submission to their end. One thread only: the engine's.
 
-    def __init__(self, pool: BlockPool, link: Link, config: SchedulerConfig, clock: Clock) -> None:
+    ``on_admitted`` is told of each request once, when it first runs.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        link: Link,
+        config: SchedulerConfig,
+        clock: Clock,
+        on_admitted: Callable[[Request], None],
+    ) -> None:
         self._pool = pool
         self._link = link
         self._config = config
         self._clock = clock
+        self._on_admitted = on_admitted
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._loading: set[Request] = set()
@@ -283,6 +294,7 @@ class Scheduler:
         request.cached_by_tier = {tier: count for tier, count in cached.items() if count}
         self.counters.hit_tokens.update(request.cached_by_tier)
         self.counters.admitted_tokens += len(request.tokens)
+        self._on_admitted(request)
 
     def _grow(self, request: Request) -> bool:
         """Give a running request the block its next token needs, from juniors if need be."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from fastapi import FastAPI
@@ -21,6 +22,7 @@ from kvtier.config import CacheConfig, format_size
 from kvtier.errors import ConfigError
 from kvtier.registry import codecs
 from kvtier.types import KVLayout, Namespace, Placement
+from kvtier_engine.access_recorder import AccessRecorder, open_recorder
 from kvtier_engine.api.admission import Admission
 from kvtier_engine.api.app import Health, create_app
 from kvtier_engine.api.limits import QUEUED_SEQUENCES_MAX
@@ -28,7 +30,7 @@ from kvtier_engine.api.ports import ServedModel
 from kvtier_engine.api.service import Service
 from kvtier_engine.block_pool import BlockPool
 from kvtier_engine.cache_link import CacheLink, Link, NoLink
-from kvtier_engine.core import EngineCore
+from kvtier_engine.core import EngineCore, tell_nobody
 from kvtier_engine.engine import Engine
 from kvtier_engine.kv_pool import KVPool
 from kvtier_engine.options import DeviceChoice, DtypeChoice
@@ -63,6 +65,7 @@ class Server:
         model: ServedModel,
         facts: Facts,
         tiers: Tiers | None,
+        recorder: AccessRecorder | None,
     ) -> None:
         self.settings = settings
         self.engine = engine
@@ -71,6 +74,7 @@ class Server:
         self.facts = facts
         self.admission = Admission(_sequences_max(settings.config))
         self._tiers = tiers
+        self._recorder = recorder
         self._started = False
         self._service = Service(engine, self.admission, SystemClock())
         self._registry = CollectorRegistry()
@@ -110,6 +114,8 @@ class Server:
         del app
         self._started = True
         self.engine.start()
+        if self._recorder is not None:
+            self._recorder.start()
         try:
             yield
         finally:
@@ -120,6 +126,8 @@ class Server:
         """Abort what still runs, write out what is dirty, end every thread. Blocks; idempotent."""
         if self._started:
             self.engine.stop(0)
+        if self._recorder is not None:
+            self._recorder.close()
         if self._tiers is not None:
             self._tiers.worker.close()
             self._tiers.cache.close()
@@ -151,9 +159,15 @@ def build(settings: Settings) -> Server:
         _check_chunks(cache_config, chunk_bytes, config.chunk_tokens, model.context_tokens)
     runner = ModelRunner(loaded, pool, max_rows=config.max_num_seqs)
     runner.warm_up()
-    # The tiers have threads, so they come last: nothing that could fail is left to do.
-    tiers, problem = _tiers_boundary(cache_config, pool)
-    engine = _engine(config, loaded, layout, runner, pool, model, tiers)
+    namespace = Namespace(weights_id=loaded.weights_id, layout=layout, rope=loaded.rope_text)
+    with ExitStack() as undo:
+        recorder = _recorder(config, namespace)
+        if recorder is not None:
+            undo.callback(recorder.close)
+        # The tiers have threads, so they come last: nothing that could fail is left to do.
+        tiers, problem = _tiers_boundary(cache_config, pool)
+        undo.pop_all()
+    engine = _engine(config, loaded, namespace, runner, pool, model, tiers, recorder)
     facts = Facts(
         device=device,
         dtype=loaded.dtype,
@@ -164,21 +178,30 @@ def build(settings: Settings) -> Server:
         stored_bytes_per_token=chunk_bytes / config.chunk_tokens,
         cache_problem=problem,
     )
-    return Server(settings, engine, loaded.tokenizer, model, facts, tiers)
+    return Server(settings, engine, loaded.tokenizer, model, facts, tiers, recorder)
+
+
+def _recorder(config: EngineConfig, namespace: Namespace) -> AccessRecorder | None:
+    if not config.access_log:
+        return None
+    try:
+        return open_recorder(Path(config.access_log), namespace)
+    except ConfigError as error:
+        raise ConfigError(f"--access-log: {error}") from error
 
 
 def _engine(
     config: EngineConfig,
     loaded: LoadedModel,
-    layout: KVLayout,
+    namespace: Namespace,
     runner: ModelRunner,
     pool: KVPool,
     model: ServedModel,
     tiers: Tiers | None,
+    recorder: AccessRecorder | None,
 ) -> Engine:
     clock = SystemClock()
     blocks = BlockPool(pool.block_count, pool.block_tokens)
-    namespace = Namespace(weights_id=loaded.weights_id, layout=layout, rope=loaded.rope_text)
     link: Link = NoLink()
     if tiers is not None:
         link = CacheLink(tiers.cache, tiers.worker, namespace, blocks)
@@ -190,6 +213,7 @@ def _engine(
         detokenizer=partial(loaded.tokenizer.detokenizer),
         end_ids=frozenset(loaded.tokenizer.eos_ids),
         clock=clock,
+        on_admitted=tell_nobody if recorder is None else recorder.note,
     )
     limits = EngineLimits(model.context_tokens, model.vocab_size, _sequences_max(config))
     return Engine(core, limits, clock)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvtier.types import Tier
+from kvtier.types import Features, Tier
 
 
 class FinishReason(StrEnum):
@@ -47,15 +47,22 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
 
+_NEUTRAL = Features()
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One sequence to generate. ``priority``: lower runs first, equal is first come."""
+    """One sequence to generate. ``priority``: lower runs first, equal is first come.
+
+    ``features`` are what the tiers' policies are told of the session.
+    """
 
     request_id: str
     prompt: tuple[int, ...]
     sampling: SamplingParams
     cache_salt: str = ""
     priority: int = 0
+    features: Features = _NEUTRAL
 
 
 @dataclass(frozen=True, slots=True)

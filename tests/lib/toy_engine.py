@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.interfaces import Clock
@@ -14,7 +14,8 @@ from kvtier.testing.pools import TorchPool
 from kvtier.types import Namespace
 from kvtier_engine.block_pool import BlockDigest, BlockPool
 from kvtier_engine.cache_link import CacheFront, CacheLink, Link, NoLink, PlanWorker
-from kvtier_engine.core import EngineCore
+from kvtier_engine.core import EngineCore, tell_nobody
+from kvtier_engine.request import Request
 from kvtier_engine.scheduling import SchedulerConfig
 from kvtier_engine.types import (
     Delta,
@@ -126,6 +127,7 @@ class ToyEngine:
         cache: tuple[CacheFront, PlanWorker] | None = None,
         memory: TorchPool | None = None,
         clock: Clock | None = None,
+        on_admitted: Callable[[Request], None] = tell_nobody,
     ) -> None:
         self.memory = memory or toy_pool(blocks, BLOCK)
         self.runner = ToyRunner(self.memory)
@@ -145,6 +147,7 @@ class ToyEngine:
             detokenizer=ToyDetokenizer,
             end_ids=end_ids,
             clock=clock or self.clock,
+            on_admitted=on_admitted,
         )
         self._ids = itertools.count()
 

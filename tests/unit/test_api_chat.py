@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.types import Features, Hint
 from kvtier_engine.types import Delta, FinishReason, GenerateRequest, Usage
 from tests.lib.api_fakes import ScriptedEngine, Step
 from tests.lib.api_harness import MODEL, Api, RawCall, error_of, events
@@ -47,6 +48,36 @@ async def test_messages_take_text_parts_and_the_developer_role() -> None:
     assert bytes(engine.requests[0].prompt) == (
         b"system: ab\nuser: x\nassistant: \nuser: y\nassistant: "
     )
+
+
+@pytest.mark.parametrize(
+    ("roles", "turn"),
+    [("system", 1), ("user", 1), ("system user assistant user", 2), ("user user user", 3)],
+)
+async def test_a_turn_is_a_message_of_the_user(roles: str, turn: int) -> None:
+    engine = ScriptedEngine()
+    messages = [{"role": role, "content": "x"} for role in roles.split()]
+    body = {"messages": messages, "max_tokens": 1, "n": 2}
+    await Api(engine).post("/v1/chat/completions", body)
+    assert [request.features for request in engine.requests] == [Features(turn)] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        (None, Hint.NONE),
+        ({}, Hint.NONE),
+        ({"will_continue": False, "done": None}, Hint.NONE),
+        ({"will_continue": True, "unknown": 1}, Hint.WILL_CONTINUE),
+        ({"will_continue": False, "done": True}, Hint.DONE),
+    ],
+)
+async def test_hints_reach_the_engine(given: dict[str, Any] | None, hint: Hint) -> None:
+    engine = ScriptedEngine()
+    api = Api(engine)
+    await api.chat("hi", max_tokens=1, kvtier=given)
+    await api.complete("hi", max_tokens=1, kvtier=given)
+    assert [request.features for request in engine.requests] == [Features(1, hint)] * 2
 
 
 async def test_max_tokens_is_what_the_context_leaves_unless_given() -> None:

@@ -81,6 +81,10 @@ BAD_FIELDS: list[dict[str, Any]] = [
     {"priority": 2**31},
     {"priority": 0.5},
     {"best_of": 2},
+    {"kvtier": "done"},
+    {"kvtier": {"done": 1}},
+    {"kvtier": {"will_continue": "yes"}},
+    {"kvtier": {"will_continue": True, "done": True}},
 ]
 
 

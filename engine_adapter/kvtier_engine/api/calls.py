@@ -10,7 +10,8 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, Protocol
 
-from kvtier_engine.api.errors import ApiError, context_length_exceeded
+from kvtier.types import Features, Hint
+from kvtier_engine.api.errors import ApiError, bad_request, context_length_exceeded
 from kvtier_engine.api.generation import Collected
 from kvtier_engine.api.limits import INLINE_ENCODE_CHARS_MAX
 from kvtier_engine.api.ports import ServedModel, TokenizerLike
@@ -123,11 +124,31 @@ def output_tokens(asked: int | None, default: int, prompts: Sequence[Prompt], li
     return min(default, limit - longest) if asked is None else asked
 
 
+def session_hint(body: CommonBody) -> Hint:
+    """Return what the client says of the session's future, or raise for a contradiction."""
+    hints = body.kvtier
+    if hints is None or not (hints.will_continue or hints.done):
+        return Hint.NONE
+    if hints.will_continue and hints.done:
+        message = "'kvtier': a session is not both 'done' and one that 'will_continue'."
+        raise bad_request(message, param="kvtier")
+    return Hint.DONE if hints.done else Hint.WILL_CONTINUE
+
+
 def build_requests(
-    call_id: str, prompts: Sequence[Prompt], sampling: SamplingParams, body: CommonBody
+    call_id: str,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    body: CommonBody,
+    *,
+    turn: int = 1,
 ) -> tuple[GenerateRequest, ...]:
-    """Return the call's requests, ``n`` of each prompt, every choice with its own seed."""
+    """Return the call's requests, ``n`` of each prompt, every choice with its own seed.
+
+    ``turn`` counts the user's messages so far. Raises for hints that contradict each other.
+    """
     choices = body.n or 1
+    features = Features(turn, session_hint(body))
     seeded = [
         replace(sampling, seed=choice_seed(sampling.seed, choice)) for choice in range(choices)
     ]
@@ -138,6 +159,7 @@ def build_requests(
             sampling=seeded[choice],
             cache_salt=body.cache_salt or "",
             priority=body.priority or 0,
+            features=features,
         )
         for number, prompt in enumerate(prompts)
         for choice in range(choices)

@@ -56,12 +56,13 @@ async def chat_call(
         max_tokens=output_tokens(_max_tokens(body), limit, prompts, limit),
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
+    turn = max(1, sum(message["role"] == "user" for message in messages))
     envelope = Envelope.new("chatcmpl", created, model)
     include_usage = bool(body.stream_options and body.stream_options.include_usage)
     return Call(
         call_id=envelope.call_id,
         endpoint="chat",
-        requests=build_requests(envelope.call_id, prompts, sampling, body),
+        requests=build_requests(envelope.call_id, prompts, sampling, body, turn=turn),
         choices=body.n or 1,
         renderer=ChatRenderer(
             envelope, tokenizer, logprobs=bool(body.logprobs), null_usage=include_usage

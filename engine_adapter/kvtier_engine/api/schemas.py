@@ -66,6 +66,15 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
+class SessionHints(BaseModel):
+    """What the client knows of the session's future."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    will_continue: bool | None = None
+    done: bool | None = None
+
+
 class CommonBody(BaseModel):
     """The fields of both endpoints. None stands for a field that was not given."""
 
@@ -91,6 +100,7 @@ class CommonBody(BaseModel):
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Field(max_length=CACHE_SALT_CHARS_MAX)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    kvtier: SessionHints | None = None
 
 
 class CompletionBody(CommonBody):
