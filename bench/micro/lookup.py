@@ -37,8 +37,8 @@ from kvtier import (
 )
 from kvtier.cache.planner import chunk_shape
 from kvtier.cache.sequence import Sequence
-from kvtier.codecs.raw import RawCodec
 from kvtier.constants import MIB
+from kvtier.registry import codecs
 from kvtier.types import ChunkKey, Result
 
 #: Chunks of a prompt: 25,600 tokens at 256 a chunk.
@@ -61,7 +61,7 @@ def tokens_of(prompt: int) -> list[int]:
 
 def filled(chunks: int) -> Cache:
     """Return a cache that holds the first ``chunks / PROMPT_CHUNKS`` prompts."""
-    needed = chunks * chunk_shape(LAYOUT, RawCodec()).chunk_bytes
+    needed = chunks * chunk_shape(LAYOUT, codecs.load("raw")()).chunk_bytes
     with mock.patch("kvtier.tiers.memory._populate"):
         cache = Cache(CacheConfig(dram_bytes=needed + 64 * MIB))
     for prompt in range(chunks // PROMPT_CHUNKS):
@@ -102,6 +102,11 @@ def match_us(cache: Cache, sequence: Sequence) -> float:
     return seconds / PROMPT_CHUNKS * 1e6
 
 
+def dict_us(table: dict[ChunkKey, ChunkKey], keys: list[ChunkKey]) -> float:
+    get = table.get
+    return timed_us(lambda: [get(key) for key in keys], PROMPT_CHUNKS)
+
+
 def measure_lookup(chunks: int, rounds: int) -> dict[str, object]:
     cache = filled(chunks)
     held = chunks // PROMPT_CHUNKS
@@ -112,11 +117,8 @@ def measure_lookup(chunks: int, rounds: int) -> dict[str, object]:
     for _ in range(rounds):
         sample = [draw.randrange(held) for _ in range(SAMPLE)]
         ours += [match_us(cache, sequence) for sequence in fresh(cache, sample)]
-        get = table.get
-        for sequence in fresh(cache, sample):
-            keys = sequence.chunk_keys
-            bare.append(timed_us(lambda keys=keys: [get(key) for key in keys], PROMPT_CHUNKS))
-    one = Cache.sequence(cache, NAMESPACE)
+        bare += [dict_us(table, sequence.chunk_keys) for sequence in fresh(cache, sample)]
+    one = cache.sequence(NAMESPACE)
     one.append(tokens_of(0)[:1])
     first = [timed_us(lambda: cache.match(one), 1) for _ in range(SAMPLE)]
     cache.close()
