@@ -14,9 +14,11 @@ from kvtier.clock import SystemClock
 from kvtier.errors import KVTierError
 from kvtier.interfaces import BlockCodec, Clock, PagedPool
 from kvtier.registry import codecs
-from kvtier.types import Direction, MissReason, Move, Placement, Plan, Result
+from kvtier.types import Direction, MissReason, Move, Part, Placement, Plan, Result
 
 _log = logging.getLogger("kvtier.worker")
+
+_DLPACK_CUDA = 2
 
 
 class CacheWorker:
@@ -33,6 +35,8 @@ class CacheWorker:
         self._arena = arena
         self._clock = clock or SystemClock()
         self._pool: PagedPool | None = None
+        self._asked_to_pin = False
+        self._pinned: memoryview | None = None
         self._codecs: dict[str, BlockCodec] = {}
         self._plans: queue.SimpleQueue[Plan | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
@@ -40,8 +44,19 @@ class CacheWorker:
         self._thread.start()
 
     def register_pool(self, pool: PagedPool) -> None:
-        """Name the pool that all later plans mean."""
+        """Name the pool that all later plans mean.
+
+        The first one on a CUDA device has the arena page-locked in this process until ``close``,
+        which blocks for that long; where it is refused, copies are slower.
+        """
         self._pool = pool
+        if not self._asked_to_pin and _on_cuda(pool):
+            from kvtier_kernels import pinned
+
+            self._asked_to_pin = True
+            # A view of our own stays usable when the arena's owner closes first.
+            view = memoryview(self._arena)
+            self._pinned = view if pinned.register(view) else None
 
     def execute(self, plan: Plan) -> None:
         """Take a plan on and return at once; one that has no move for this worker is ignored."""
@@ -59,6 +74,11 @@ class CacheWorker:
         """Finish the plans that were taken on, then end. A second call does nothing."""
         self._plans.put(None)
         self._thread.join()
+        if self._pinned is not None:
+            from kvtier_kernels import pinned
+
+            pinned.unregister(self._pinned)
+            self._pinned = None
 
     def _run(self) -> None:
         while (plan := self._plans.get()) is not None:
@@ -96,3 +116,9 @@ class CacheWorker:
         if codec is None:
             codec = self._codecs[name] = codecs.load(name)()
         return codec
+
+
+def _on_cuda(pool: PagedPool) -> bool:
+    """Tell by DLPack, so that the cache needs no torch."""
+    device = getattr(pool.layer_view(0, 0, Part.K), "__dlpack_device__", None)
+    return device is not None and device()[0] == _DLPACK_CUDA
