@@ -1,4 +1,4 @@
-"""Names to objects: policies, codecs, connectors and commands, found through entry points.
+"""Names to objects: policies, admissions, codecs, connectors and commands, found through entry points.
 
 Built-ins use the same door as third parties: an entry point in a distribution's metadata. Nothing
 is imported before it is asked for.
@@ -88,6 +88,7 @@ def _normalized(name: str) -> str:
 
 
 policies: Final = Registry("kvtier.policies", "policy")
+admissions: Final = Registry("kvtier.admissions", "admission")
 codecs: Final = Registry("kvtier.codecs", "codec")
 connectors: Final = Registry("kvtier.connectors", "connector")
 commands: Final = Registry("kvtier.commands", "command")
