@@ -126,7 +126,7 @@ def test_the_last_slab_takes_what_is_left(arena: Arena) -> None:
     ],
     ids=["never given", "other size", "no slab", "behind the slab", "no start"],
 )
-def test_freeing_what_was_not_given_out_is_a_bug(arena: Arena, wrong: Slot) -> None:
+def test_b92_freeing_what_was_not_given_out_or_twice_is_a_bug(arena: Arena, wrong: Slot) -> None:
     first = arena.allocate(PAGE)
     assert first is not None
     with pytest.raises(AssertionError):

@@ -197,7 +197,7 @@ class TestSlabs:
         lease.release()
         room.store("large", 8)
 
-    def test_a_refused_second_shard_gives_the_first_ones_slot_back(self, room: Room) -> None:
+    def test_b05_a_refused_second_shard_gives_the_first_ones_slot_back(self, room: Room) -> None:
         records = [room.store(name, 1) for name in range(32)]
         lease = room.tier.index.lease(records[::8])
         assert room.reserve("two", 1, 8) is None
@@ -209,6 +209,23 @@ class TestSlabs:
         for turn in range(200):
             room.store(turn, 3, 5)
         assert len(room.tier.index) >= 2
+
+    def test_a_small_shard_does_not_stand_in_the_way_of_a_large_one(self, room: Room) -> None:
+        """25 pages in a row are there only if the single page is placed behind them."""
+        record = room.store("wide", 1, 25)
+        assert list(record.places) == [ShardId(0, 0, 0), ShardId(1, 0, 0)]
+
+    def test_where_pins_hold_every_slab_one_chunk_of_the_size_makes_way(self, room: Room) -> None:
+        """No slab can change hands, so the coldest chunk of the wanted size leaves, not eight."""
+        ones = [room.store(("one", n), 1) for n in range(16)]
+        twos = [room.store(("two", n), 2) for n in range(8)]
+        lease = room.tier.index.lease([ones[0], ones[8], twos[0], twos[4]])
+        room.tier.abandon(ones[1])
+        room.tier.abandon(ones[9])
+        room.touch(*(("two", n) for n in (1, 2)))
+        room.store("new", 2)
+        assert room.left == [chunk_key(("two", 3))]
+        lease.release()
 
     def test_filling_chunks_stay_when_a_slab_is_wanted(self, room: Room) -> None:
         filling = [room.reserve(("f", n), 1) for n in range(32)]
