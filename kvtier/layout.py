@@ -158,6 +158,7 @@ def validate_shard_layout(layout: ShardLayout) -> None:
     check_integer("tokens", layout.tokens, 1, CHUNK_TOKENS_MAX)
     check_integer("section_layers", layout.section_layers, 1, INDEX_MAX)
     check_integer("the number of sections", layout.sections, 1, SECTIONS_MAX)
+    check_integer("sink_tokens", layout.sink_tokens, 0, layout.tokens)
 
 
 def _validate_group(name: str, group: KVGroup, head_groups: int) -> None:

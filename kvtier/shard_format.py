@@ -265,6 +265,9 @@ def _encode(header: ShardHeader, geometry: ShardGeometry) -> bytes:
     wire["section_offsets"] = geometry.section_offsets
     wire["codec_params"] = dict(sorted(header.codec_params.items()))
     wire["layout"] = {name: getattr(header.layout, name) for name in _LAYOUT_FIELDS}
+    if not header.layout.sink_tokens:
+        # Version 1 began without this field: layouts that do not need it are spelled as then.
+        del wire["layout"]["sink_tokens"]
     body = msgpack.packb(wire)
     room = geometry.header_bytes - _PREFIX.size - _HEADER_CHECKSUM.size
     assert len(body) <= room, f"a header body of {len(body)} bytes exceeds its bound {room}"
@@ -288,6 +291,8 @@ def _decode(body: bytes) -> ShardHeader:
     except (ValueError, msgpack.UnpackException) as error:
         raise FormatError(f"header: not the msgpack of a header: {error}") from error
     wire = _checked_map("body", decoded, _HEADER_FIELDS)
+    if isinstance(wire["layout"], dict):
+        wire["layout"].setdefault("sink_tokens", 0)
     wire["layout"] = ShardLayout(**_checked_map("layout", wire["layout"], _LAYOUT_FIELDS))
     for name in ("shard", "section_offsets", "section_bytes", "section_checksums"):
         if not isinstance(wire[name], list):

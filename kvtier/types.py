@@ -143,6 +143,8 @@ class ShardLayout:
 
     ``layers`` counts this shard's layers (one group, one stage); ``kv_heads`` those of its head
     group. Sizes in bytes belong to the codec; ``plane_bytes`` is the unpacked (pool) size.
+    ``sink_tokens`` of the first tokens are kept exactly beside what the codec makes of them: only
+    in the shard of the sequence's first chunk, and only for a codec that asks for it.
     """
 
     layers: int
@@ -152,6 +154,7 @@ class ShardLayout:
     dtype: str
     tokens: int
     section_layers: int = SECTION_LAYERS_DEFAULT
+    sink_tokens: int = 0
 
     @property
     def sections(self) -> int:
@@ -227,6 +230,7 @@ class Move:
     Token offsets count within the chunk; ``block_ids`` cover exactly ``token_start ..
     token_start + token_count``. ``payload_offset`` is where section 0 starts within the slot and
     ``pool_layer_start`` the pool's layer (within its group) that the shard's layer 0 maps to.
+    ``position_start`` is where the chunk's first token stands in the sequence.
     """
 
     worker: int
@@ -241,6 +245,7 @@ class Move:
     token_start: int
     token_count: int
     block_ids: tuple[int, ...]
+    position_start: int = 0
 
 
 @dataclass(frozen=True, slots=True)

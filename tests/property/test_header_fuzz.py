@@ -38,6 +38,8 @@ def framed(body: bytes, header_bytes: int = 4096) -> bytes:
 def page_of(header: ShardHeader) -> bytes:
     fields = {f.name: getattr(header, f.name) for f in dataclasses.fields(header)}
     fields["layout"] = dataclasses.asdict(header.layout)
+    if not header.layout.sink_tokens:
+        del fields["layout"]["sink_tokens"]
     fields["codec_params"] = dict(sorted(header.codec_params.items()))
     return framed(msgpack.packb(fields))
 

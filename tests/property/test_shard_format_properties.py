@@ -53,6 +53,7 @@ def descriptions(draw: st.DrawFn) -> ShardDescription:
             dtype=draw(st.sampled_from(sorted(DTYPE_BYTES))),
             tokens=tokens,
             section_layers=section_layers,
+            sink_tokens=draw(st.integers(0, min(tokens, 8))),
         ),
         token_count=draw(st.integers(1, tokens)),
         has_sinks=position == 0 and draw(st.booleans()),

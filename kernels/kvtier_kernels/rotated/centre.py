@@ -1,0 +1,55 @@
+"""What is taken from K before it is rotated: a mean per head, turned to each token's position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from kvtier_kernels.raw import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Centre:
+    """From a row of K, ``mean * cos + partner * sin`` is taken, in this order, each step rounded.
+
+    ``mean`` and ``partner`` are float32 ``[layers, kv_heads, k_dim]`` for a section's heads,
+    ``cos`` and ``sin`` float32 ``[tokens, k_dim]`` for a plane's rows. ``partner`` holds for each
+    column the mean of the column it turns with, and ``sin`` the sign; columns that do not turn
+    have cos 1 and sin 0. All values are finite. The tables are made on a CPU in float64, because
+    sine and cosine differ between devices.
+    """
+
+    mean: torch.Tensor
+    partner: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def check(self, layers: int, span: Span, k_dim: int) -> None:
+        """Raise ``ValueError`` unless the tables fit a section."""
+        means = (layers, span.kv_heads, k_dim)
+        turns = (span.tokens, k_dim)
+        for name, expected in (("mean", means), ("partner", means), ("cos", turns), ("sin", turns)):
+            table: torch.Tensor = getattr(self, name)
+            if tuple(table.shape) != expected or table.dtype != torch.float32:
+                raise ValueError(f"{name} is {table.dtype} {tuple(table.shape)}, not {expected}")
+
+    def cut(self, span: Span, device: torch.device) -> Centre:
+        """Only what the span's rows need, contiguous on ``device``."""
+        heads = slice(span.head_start, span.head_start + span.head_count)
+        tokens = slice(span.token_start, span.token_start + span.token_count)
+        return replace(
+            self,
+            mean=self.mean[:, heads].contiguous().to(device),
+            partner=self.partner[:, heads].contiguous().to(device),
+            cos=self.cos[tokens].contiguous().to(device),
+            sin=self.sin[tokens].contiguous().to(device),
+        )
+
+    def offsets(self, start: int, dim: int) -> torch.Tensor:
+        """What is taken from columns ``start .. start + dim``: ``[layers, heads, tokens, dim]``."""
+        columns = slice(start, start + dim)
+        mean, partner = self.mean[..., None, columns], self.partner[..., None, columns]
+        return mean * self.cos[:, columns] + partner * self.sin[:, columns]
