@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,10 +20,14 @@ if TYPE_CHECKING:
 class Kernel(Protocol):
     """A section's packing: the module of a kernel. ``ValueError`` tells what does not fit."""
 
-    def pack(self, layers: list[LayerViews], span: Span, target: memoryview, stream: int) -> None:
+    def pack(
+        self, layers: Sequence[LayerViews], span: Span, target: memoryview, stream: int
+    ) -> None:
         """Pack the span's rows into ``target``, one section."""
 
-    def unpack(self, source: memoryview, layers: list[LayerViews], span: Span, stream: int) -> None:
+    def unpack(
+        self, source: memoryview, layers: Sequence[LayerViews], span: Span, stream: int
+    ) -> None:
         """Unpack the span's rows from ``source``, one section, into the pool."""
 
 
@@ -76,7 +80,7 @@ class PagedCodec(ABC):
 
     def _sections(
         self, pool: PagedPool, move: Move, payload: memoryview
-    ) -> Iterator[tuple[memoryview, list[LayerViews]]]:
+    ) -> Iterator[tuple[memoryview, Sequence[LayerViews]]]:
         """The move's sections: each one's bytes of the payload and its layers in the pool."""
         stop = move.first_section + move.section_count
         if not (0 <= move.first_section < stop <= move.layout.sections):

@@ -182,6 +182,64 @@ def test_many_blocks_scattered_and_in_runs(device: str) -> None:
         assert section == expected_section(case, views)
 
 
+def plain_span(tokens: int) -> raw.Span:
+    """All rows of one head, in blocks of 16 from the first on."""
+    return raw.Span(tokens, 0, tokens, 1, 0, 1, 0, tuple(range(tokens // 16)))
+
+
+PLAIN = Case(torch.float32, 1, 1, 4, 4, 16, 8, "bth", plain_span(64), 3)
+
+
+def test_layers_checked_once_move_as_those_checked_by_every_call() -> None:
+    case = replace(PLAIN, layers=3, k_dim=64, v_dim=64)
+    views = case.views("cpu")
+    layers = raw.PoolLayers(views)
+    section = bytearray(case.section_bytes)
+    raw.pack(layers, case.span, memoryview(section))
+    assert section == expected_section(case, views)
+    views[0][0].fill_(1)
+    raw.pack(layers, case.span, memoryview(section))
+    assert section == expected_section(case, views)
+    with pytest.raises(ValueError, match="4 blocks, not 1"):
+        raw.pack(layers, replace(case.span, block_ids=(0,)), memoryview(section))
+    with pytest.raises(ValueError, match="some layers have a V"):
+        raw.PoolLayers([views[0], (views[1][0], None)])
+
+
+@pytest.mark.parametrize("gap", [0, 1, 64, 96, 4096], ids="gap{}".format)
+@pytest.mark.parametrize("order", ORDERS)
+def test_b16_layers_on_both_sides_of_their_section(order: str, gap: int) -> None:
+    """The section lies between two layers in one memory, at distances odd and even."""
+    span = raw.Span(64, 0, 64, 2, 0, 2, 0, (5, 2, 3, 7))
+    case = Case(torch.uint8, 2, 2, 64, 64, 16, 8, order, span, 9)
+    plane = case.block_count * case.block_tokens * case.pool_heads * 64
+    memory = torch.full((2 * plane * 2 + 2 * gap + case.section_bytes,), POISON, dtype=torch.uint8)
+    start = 2 * plane + gap
+    section = memory[start : start + case.section_bytes].numpy().data
+    views = []
+    for layer, at in zip(case.views("cpu"), (0, start + case.section_bytes + gap), strict=True):
+        parts = []
+        for nth, part in enumerate(layer):
+            assert part is not None
+            view = memory[at + nth * plane :].as_strided(part.shape, part.stride())
+            parts.append(view.copy_(part))
+        views.append((parts[0], parts[1]))
+    raw.pack(views, span, section)
+    expected = expected_section(case, views)
+    assert section == expected
+    before = memory.clone()
+    raw.unpack(section, views, span)
+    assert torch.equal(memory, before)
+    for layer in views:
+        for part in layer:
+            part.fill_(0)
+    raw.unpack(section, views, span)
+    assert expected_section(case, views) == expected
+    assert section == expected
+    gaps = [memory[2 * plane : start], memory[start + case.section_bytes :][:gap]]
+    assert all(set(between.tolist()) <= {POISON} for between in gaps)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_b01_runs_behind_what_the_pools_stream_still_writes() -> None:
     """Blocks are written on a stream of their own; pack on it sees the write, unpack is done."""
@@ -200,14 +258,6 @@ def test_b01_runs_behind_what_the_pools_stream_still_writes() -> None:
         halves = torch.frombuffer(section, dtype=torch.float32).view(2, -1)
         assert torch.equal(halves[0], torch.full_like(halves[0], nth))
         assert torch.equal(halves[1], torch.full_like(halves[1], -nth))
-
-
-def plain_span(tokens: int) -> raw.Span:
-    """All rows of one head, in blocks of 16 from the first on."""
-    return raw.Span(tokens, 0, tokens, 1, 0, 1, 0, tuple(range(tokens // 16)))
-
-
-PLAIN = Case(torch.float32, 1, 1, 4, 4, 16, 8, "bth", plain_span(64), 3)
 
 
 @pytest.mark.parametrize(

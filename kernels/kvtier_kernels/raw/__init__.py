@@ -14,12 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from kvtier_kernels.raw import reference
+from kvtier_kernels.raw import host, reference
+from kvtier_kernels.raw.views import LayerViews, PoolLayers
 
-__all__ = ["LayerViews", "Span", "pack", "unpack"]
-
-#: K and V of one layer, each ``[block_count, block_tokens, kv_heads, dim]``; V is None (latent).
-LayerViews = tuple[torch.Tensor, torch.Tensor | None]
+__all__ = ["LayerViews", "PoolLayers", "Span", "check_span", "on_stream", "pack", "unpack"]
 
 # torch warns once per process when it wraps a read-only buffer, which ``unpack`` only reads.
 with warnings.catch_warnings():
@@ -56,14 +54,20 @@ def pack(layers: Sequence[LayerViews], span: Span, target: memoryview, stream: i
     """Copy the span's rows from the pool into ``target``, one section's planes; no other byte.
 
     ``target`` is writable, contiguous and exactly as long as the section. On CUDA the copies run
-    on ``stream`` and are waited for. Raises ``ValueError`` for views, spans or sizes that do not
-    fit each other, before anything is written.
+    on ``stream`` and are waited for. Layers that many calls share are checked only once where
+    they come as ``PoolLayers``. Raises ``ValueError`` for views, spans or sizes that do not fit
+    each other, before anything is written.
     """
     if target.readonly:
         raise ValueError("the target is read-only")
-    planes = _check(layers, span, target)
-    with _on_stream(layers[0][0].device, stream):
-        reference.pack(layers, span, planes)
+    checked = _checked(layers, span)
+    planes = _section(checked, span, target)
+    moved = host.items(checked, span)
+    if moved is not None:
+        host.pack(moved, planes)
+        return
+    with on_stream(checked.device, stream):
+        reference.pack(checked, span, planes)
 
 
 def unpack(source: memoryview, layers: Sequence[LayerViews], span: Span, stream: int = 0) -> None:
@@ -71,41 +75,40 @@ def unpack(source: memoryview, layers: Sequence[LayerViews], span: Span, stream:
 
     ``source`` may be read-only. Else as ``pack``, whose exact inverse this is.
     """
-    planes = _check(layers, span, source)
+    checked = _checked(layers, span)
+    planes = _section(checked, span, source)
     if len(set(span.block_ids)) < len(span.block_ids):
         raise ValueError("a block is named twice")
-    with _on_stream(layers[0][0].device, stream):
-        reference.unpack(planes, layers, span)
+    moved = host.items(checked, span)
+    if moved is not None:
+        host.unpack(planes, moved)
+        return
+    with on_stream(checked.device, stream):
+        reference.unpack(planes, checked, span)
 
 
-def _check(layers: Sequence[LayerViews], span: Span, section: memoryview) -> torch.Tensor:
-    """Raise ``ValueError`` unless all fits together; return the section as a uint8 tensor."""
-    if not layers:
-        raise ValueError("no layers")
-    parts = [part for layer in layers for part in layer if part is not None]
-    first = parts[0]
-    for part in parts:
-        _check_view(part, first, span)
-    block_count, block_tokens = first.shape[:2]
-    _check_rows(span, block_tokens)
-    if not all(0 <= block < block_count for block in span.block_ids):
-        raise ValueError(f"a block id lies outside 0 .. {block_count - 1}: {span.block_ids}")
-    row_bytes = sum(part.shape[3] for part in parts) * first.element_size()
-    section_bytes = span.kv_heads * span.tokens * row_bytes
+def check_span(layers: Sequence[LayerViews], span: Span) -> None:
+    """Raise ``ValueError`` unless the views fit each other, and the span the views."""
+    _checked(layers, span)
+
+
+def _checked(layers: Sequence[LayerViews], span: Span) -> PoolLayers:
+    checked = layers if isinstance(layers, PoolLayers) else PoolLayers(layers)
+    if not 0 <= span.pool_head_start <= checked.kv_heads - span.head_count:
+        raise ValueError(f"the pool has {checked.kv_heads} heads: {span}")
+    _check_rows(span, checked.block_tokens)
+    if not all(0 <= block < checked.block_count for block in span.block_ids):
+        last = checked.block_count - 1
+        raise ValueError(f"a block id lies outside 0 .. {last}: {span.block_ids}")
+    return checked
+
+
+def _section(layers: PoolLayers, span: Span, section: memoryview) -> torch.Tensor:
+    """The section as a uint8 tensor; ``ValueError`` unless it is contiguous and of its length."""
+    section_bytes = len(layers) * span.kv_heads * span.tokens * layers.token_bytes
     if not section.c_contiguous or section.nbytes != section_bytes:
         raise ValueError(f"a contiguous section has {section_bytes} bytes, not {section.nbytes}")
     return torch.frombuffer(section, dtype=torch.uint8)
-
-
-def _check_view(part: torch.Tensor, first: torch.Tensor, span: Span) -> None:
-    if part.dim() != 4 or part.shape[:3] != first.shape[:3]:
-        raise ValueError(f"views differ in shape: {tuple(part.shape)}, {tuple(first.shape)}")
-    if part.dtype != first.dtype or part.device != first.device:
-        raise ValueError("views differ in dtype or device")
-    if part.shape[3] < 1 or (part.shape[3] > 1 and part.stride(3) != 1):
-        raise ValueError(f"the last dimension is not dense: strides {part.stride()}")
-    if not 0 <= span.pool_head_start <= part.shape[2] - span.head_count:
-        raise ValueError(f"the pool has {part.shape[2]} heads: {span}")
 
 
 def _check_rows(span: Span, block_tokens: int) -> None:
@@ -119,7 +122,7 @@ def _check_rows(span: Span, block_tokens: int) -> None:
         raise ValueError(f"the rows fill {needed} blocks, not {len(span.block_ids)}: {span}")
 
 
-def _on_stream(device: torch.device, stream: int) -> AbstractContextManager[object]:
+def on_stream(device: torch.device, stream: int) -> AbstractContextManager[object]:
     """Run what follows on the pool's stream; leaving the context waits for it."""
     if device.type != "cuda":
         return nullcontext()
