@@ -1,4 +1,4 @@
-"""Names to objects: policies, admissions, codecs, connectors and commands, found through entry points.
+"""Names to objects: policies, admissions, codecs, connectors, commands, as entry points tell.
 
 Built-ins use the same door as third parties: an entry point in a distribution's metadata. Nothing
 is imported before it is asked for.

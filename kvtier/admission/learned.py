@@ -214,8 +214,9 @@ class Learned:
         row = self._below.pop(key, None)
         if row is None:
             return
-        self._residence_s.note(max(0.0, now - self._accessed[row]))
-        self._left_at = now
+        if now > self._accessed[row]:  # Else it made room for others of its own request.
+            self._residence_s.note(now - self._accessed[row])
+            self._left_at = now
         fate = self._fate[row]
         if fate == _OPEN:
             self._odds.note(self._kind[row], 1.0, 0.0)

@@ -12,10 +12,20 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from kvtier import registry
+from kvtier.config import parse_size
 from kvtier.sim.reader import read_trace
 from kvtier.sim.report import recommendation, result_table, save_plot
 from kvtier.sim.shapes import CODEC_BYTES, MODEL_SHAPES, model_shape
-from kvtier.sim.study import MIN, WORKERS_DEFAULT, Plan, Result, run_study
+from kvtier.sim.study import (
+    EVERYTHING,
+    MIN,
+    WORKERS_DEFAULT,
+    Plan,
+    Result,
+    policy_names,
+    run_study,
+)
 from kvtier.sim.trace import Trace
 
 
@@ -27,7 +37,8 @@ def sim(
         ),
     ],
     policy: Annotated[
-        str, typer.Option(help=f"Policies, by comma; {MIN} is the optimum.")
+        str,
+        typer.Option(help=f"By comma: {', '.join(policy_names())}; {MIN} is the optimum."),
     ] = f"lru,arc,gittins,{MIN}",
     capacity: Annotated[
         str, typer.Option(help="Sizes, by comma: 50GiB, or 5% of the unique blocks.")
@@ -38,6 +49,16 @@ def sim(
     model_shape_name: Annotated[
         str, typer.Option("--model-shape", help=f"One of {', '.join(MODEL_SHAPES)}.")
     ] = "llama-3.1-8b",
+    admission: Annotated[
+        str,
+        typer.Option(
+            help="What is written to a tier on flash, by comma: "
+            f"{', '.join(registry.admissions.names())}."
+        ),
+    ] = EVERYTHING,
+    write_bytes_per_day: Annotated[
+        str, typer.Option(help="Bound what is written: 10TiB a day; 0 is no bound.")
+    ] = "0",
     hints: Annotated[
         float | None,
         typer.Option(help="Give session hints that are right with this probability (0 to 1)."),
@@ -58,6 +79,8 @@ def sim(
         hints=hints,
         seed=seed,
         workers=workers,
+        admissions=_names(admission),
+        write_bytes_per_day=parse_size(write_bytes_per_day),
     )
     found: list[tuple[Path, Trace, list[Result]]] = []
     with _progress() as progress:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import io
 import json
-import math
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Final, TypeVar
@@ -22,7 +22,11 @@ from kvtier.types import Hint
 #: Tokens per hash id in Mooncake's traces.
 MOONCAKE_BLOCK_TOKENS: Final = 512
 BLOCKS_PER_REQUEST_MAX: Final = 1_000_000
+#: Milliseconds, seconds and tokens beyond this are a mistake.
+NUMBER_MAX: Final = 2**53
 _ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
+#: A longer line is no request but a file that is no trace.
+LINE_CHARS_MAX: Final = 64 * 2**20
 _TEXT_SHOWN_MAX: Final = 60
 
 Value = TypeVar("Value")
@@ -35,8 +39,9 @@ class _Line:
         self._where = where
         try:
             value = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise self.problem(f"not JSON: {error.msg}", "one JSON object per line") from None
+        except (ValueError, RecursionError) as error:  # Also numbers of thousands of digits.
+            message = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+            raise self.problem(f"not JSON: {message}", "one JSON object per line") from None
         if not isinstance(value, dict):
             raise self.problem("not a JSON object", "one JSON object per line")
         self._fields: dict[str, Any] = value
@@ -74,7 +79,10 @@ def read_trace(path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> 
         for number, text in enumerate(file, 1):
             if not text.strip():
                 continue
-            line = _Line(f"{path}, line {number}", text)
+            where = f"{path}, line {number}"
+            if len(text) > LINE_CHARS_MAX:
+                raise ConfigError(f"{where}: too long; allowed: {LINE_CHARS_MAX} characters")
+            line = _Line(where, text)
             if block_tokens is None and Field.KEYS in line:
                 parse = _logged_request
             tokens = MOONCAKE_BLOCK_TOKENS
@@ -115,34 +123,48 @@ def _logged_request(line: _Line) -> Request:
     )
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _whole(value: Any) -> int | None:
+    """Return a whole number, also one that was written as 7.0, and None for anything else."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _number(value: Any) -> float | None:
     good = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if good and 0 <= value < math.inf else None
+    return float(value) if good and 0 <= value <= NUMBER_MAX else None
 
 
 def _count(value: Any) -> int | None:
-    return int(value) if _is_whole(value) and value > 0 else None
+    whole = _whole(value)
+    return whole if whole is not None and 0 < whole <= NUMBER_MAX else None
 
 
-def _ids(value: Any) -> list[int] | None:
+def _ids(value: Any) -> Sequence[int] | None:
     if not isinstance(value, list) or len(value) > BLOCKS_PER_REQUEST_MAX:
         return None
-    return value if all(_is_whole(each) and each >= 0 for each in value) else None
+    if not all(type(each) is int for each in value):
+        wholes = list(map(_whole, value))
+        value = [each for each in wholes if each is not None]
+        if len(value) != len(wholes):
+            return None
+    if value and min(value) < 0:
+        return None
+    # Flat where it can be: a list of a million numbers weighs four times as much.
+    return array("Q", value) if not value or max(value) < 2**64 else value
 
 
-def _ranges(value: Any) -> list[int] | None:
+def _ranges(value: Any) -> Sequence[int] | None:
     if not isinstance(value, list):
         return None
-    blocks: list[int] = []
+    blocks = array("Q")
     for each in value:
-        if not isinstance(each, list) or len(each) != 2 or not all(map(_is_whole, each)):
+        if not isinstance(each, list) or len(each) != 2:
             return None
-        first, last = each
-        if not 0 <= first <= last or len(blocks) + last - first >= BLOCKS_PER_REQUEST_MAX:
+        first, last = map(_whole, each)
+        if first is None or last is None or not 0 <= first <= last < 2**63:
+            return None
+        if len(blocks) + last - first >= BLOCKS_PER_REQUEST_MAX:
             return None
         blocks.extend(range(first, last + 1))
     return blocks
@@ -190,7 +212,8 @@ def _opened(path: Path, on_bytes: Callable[[int], None]) -> Iterator[Iterator[st
                 zstandard = _zstandard()
                 faults = (*faults, zstandard.ZstdError)
                 raw = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-            yield io.TextIOWrapper(raw, encoding="utf-8")
+            lines = io.TextIOWrapper(raw, encoding="utf-8-sig")
+            yield iter(lambda: lines.readline(LINE_CHARS_MAX + 1), "")
     except faults as error:
         raise ConfigError(f"{path}: {error}; allowed: a readable file of JSON lines") from error
 

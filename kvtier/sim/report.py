@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from kvtier.constants import GIB
@@ -18,58 +19,100 @@ _GOOD_SHARE: Final = 0.95
 
 
 def result_table(title: str, results: Sequence[Result]) -> Table:
-    """Return a row per result, the optimum beside each."""
-    table = Table(title=title, title_justify="left")
-    for name in ("codec", "capacity", "size", "policy"):
-        table.add_column(name, no_wrap=True)
-    for name in ("prefix hit %", "optimum", "FLOPs saved %", "optimum", "written / day"):
+    """Return a row per result, the optimum beside each.
+
+    Fits 80 columns. A codec and an admission that all rows share stand in the title instead.
+    """
+    codecs, admissions = _codecs(results), _admissions(results)
+    for shared, what in ((codecs, "codec"), (admissions, "admission")):
+        if len(shared) == 1:
+            title += f"; {what} {shared[0]}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False)
+    table.padding, table.pad_edge = 0, False
+    for name, is_shown in (
+        ("codec", len(codecs) > 1),
+        ("capacity", True),
+        ("policy", True),
+        ("admission", len(admissions) > 1),
+    ):
+        if is_shown:
+            table.add_column(name, overflow="fold")
+    for name in ("hit%", MIN, "FLOPs%", MIN, "write/day"):
         table.add_column(name, justify="right", no_wrap=True)
-    for number, each in enumerate(results):
-        last = number + 1 == len(results)
-        following = None if last else results[number + 1]
-        ends = following is not None and (following.codec, following.capacity) != (
-            each.codec,
-            each.capacity,
-        )
+    following: list[Result | None] = [*results[1:], None]
+    for each, after in zip(results, following, strict=True):
+        names = [each.codec] * (len(codecs) > 1) + [_capacity_text(each), each.policy]
+        if len(admissions) > 1:
+            names.append("" if each.policy == MIN else each.admission)
         table.add_row(
-            each.codec,
-            each.capacity,
-            size_text(each.capacity_bytes),
-            each.policy,
+            *names,
             f"{each.prefix_hit_percent:.1f}",
             f"{each.optimum_hit_percent:.1f}",
             f"{each.flops_saved_percent:.1f}",
             f"{each.optimum_flops_saved_percent:.1f}",
             size_text(each.bytes_written_per_day),
-            end_section=ends,
+            end_section=after is not None
+            and (after.codec, after.capacity) != (each.codec, each.capacity),
         )
     return table
 
 
 def recommendation(results: Sequence[Result]) -> str:
-    """Return advice: the smallest size that comes close to the best figure, and what it costs."""
+    """Return advice: the smallest size that comes close to the best figure, and what it costs.
+
+    Of several admissions that come close at that size, the one that writes least.
+    """
     real = [each for each in results if each.policy != MIN]
     if not real:
         return "Only the optimum was asked for; name a policy to get a recommendation."
     best = max(each.prefix_hit_percent for each in real)
+    if best <= 0.0:
+        return "Nothing that was measured is asked for twice: no cache would bring anything."
     good = [each for each in real if each.prefix_hit_percent >= _GOOD_SHARE * best]
-    chosen = min(good, key=lambda each: (each.capacity_bytes, -each.prefix_hit_percent))
+    smallest = min(each.capacity_bytes for each in good)
+    good = [each for each in good if each.capacity_bytes == smallest]
+    if len(_admissions(results)) > 1:
+        chosen = min(good, key=lambda each: (each.bytes_written, -each.prefix_hit_percent))
+    else:
+        chosen = max(good, key=lambda each: each.prefix_hit_percent)
     others = [
-        f"{each.policy} {each.prefix_hit_percent:.1f} %"
+        f"{_name(each, results)} {each.prefix_hit_percent:.1f} %"
         for each in real
         if (each.codec, each.capacity) == (chosen.codec, chosen.capacity) and each is not chosen
     ]
     beside = f" ({', '.join(others)})" if others else ""
     text = (
-        f"With {size_text(chosen.capacity_bytes)} and {chosen.codec}, {chosen.policy} finds "
-        f"{chosen.prefix_hit_percent:.1f} % of the prompts' blocks{beside}; no policy could find "
-        f"more than {chosen.optimum_hit_percent:.1f} %. That saves "
+        f"With {size_text(chosen.capacity_bytes)} and {chosen.codec}, {_name(chosen, results)} "
+        f"finds {chosen.prefix_hit_percent:.1f} % of the prompts' blocks{beside}; no policy could "
+        f"find more than {chosen.optimum_hit_percent:.1f} %. That saves "
         f"{chosen.flops_saved_percent:.1f} % of the prefill FLOPs, and a tier of this size on "
         f"flash would be written {size_text(chosen.bytes_written_per_day)} a day."
     )
     if chosen.codec != "raw":
         text += f" {chosen.codec} changes values: check its quality on your own text first."
     return text
+
+
+def _codecs(results: Sequence[Result]) -> list[str]:
+    return list(dict.fromkeys(each.codec for each in results))
+
+
+def _admissions(results: Sequence[Result]) -> list[str]:
+    return list(dict.fromkeys(each.admission for each in results if each.policy != MIN))
+
+
+def _name(result: Result, results: Sequence[Result]) -> str:
+    """Return policy and, where there are several, admission."""
+    if len(_admissions(results)) < 2 or result.policy == MIN:
+        return result.policy
+    return f"{result.policy} with {result.admission}"
+
+
+def _capacity_text(result: Result) -> str:
+    """Return a capacity as it was asked for; a share with what it comes to."""
+    if not result.capacity.endswith("%"):
+        return result.capacity
+    return f"{result.capacity} {size_text(result.capacity_bytes)}"
 
 
 def size_text(nbytes: float) -> str:
@@ -100,17 +143,18 @@ def save_plot(path: Path, titles: Sequence[str], results: Sequence[Sequence[Resu
 
 
 def _draw(panel: Any, title: str, results: Sequence[Result]) -> None:
-    codecs = list(dict.fromkeys(each.codec for each in results))
+    codecs = _codecs(results)
     lines: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for each in results:
         size = each.capacity_bytes / GIB
         if each.policy != MIN:
-            lines.setdefault((each.policy, each.codec), []).append((size, each.prefix_hit_percent))
+            point = size, each.prefix_hit_percent
+            lines.setdefault((_name(each, results), each.codec), []).append(point)
         lines.setdefault((MIN, each.codec), []).append((size, each.optimum_hit_percent))
-    for (policy, codec), points in lines.items():
+    for (name, codec), points in lines.items():
         sizes, hits = zip(*sorted(set(points)), strict=True)
-        label = policy if len(codecs) == 1 else f"{policy}, {codec}"
-        style = "--" if policy == MIN else "-"
+        label = name if len(codecs) == 1 else f"{name}, {codec}"
+        style = "--" if name == MIN else "-"
         panel.plot(sizes, hits, style, marker="o", markersize=4, label=label)
     panel.set_xscale("log")
     panel.set_ylim(bottom=0)

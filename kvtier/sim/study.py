@@ -7,19 +7,22 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvtier import registry
+from kvtier.admission.budget import Budgeted, WriteBudget
 from kvtier.config import parse_size
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, RegistryError, nearest
+from kvtier.interfaces import AdmissionPolicy
 from kvtier.sim import optimum
 from kvtier.sim.replay import Outcome, chunk_keys, replay
 from kvtier.sim.shapes import ModelShape, chunk_bytes
 from kvtier.sim.trace import HINTS, Trace
 from kvtier.types import ChunkKey, Hint
 
-#: The name of the optimum among policies.
+#: The name of the optimum among policies; it decides itself what is worth a write.
 MIN: Final = "min"
+EVERYTHING: Final = "everything"
 WARM_UP_SHARE: Final = 0.1
 WORKERS_DEFAULT: Final = 2
 # A request's session goes on when one of its last blocks is used again; the very last may have
@@ -29,16 +32,20 @@ _ENDING_BLOCKS: Final = 3
 _ACCESSES_ALONE_MAX: Final = 300_000
 _DAY_S: Final = 86_400.0
 _POLL_S: Final = 0.2
+# Requests within less time than this say nothing of a day.
+_SPAN_S_MIN: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one policy does at one capacity with one codec, after the warm-up.
+    """What one policy and admission do at one capacity with one codec, after the warm-up.
 
-    ``capacity`` is as it was asked for. Bytes written are those of chunks newly kept.
+    ``capacity`` is as it was asked for. Bytes written are those of chunks newly kept; per day they
+    are 0 where the requests measured span less than a second.
     """
 
     policy: str
+    admission: str
     codec: str
     capacity: str
     capacity_chunks: int
@@ -51,12 +58,29 @@ class Result:
     optimum_flops_saved_percent: float
 
 
+class Job(NamedTuple):
+    """One replay. ``chunks`` is the capacity, ``chunks_a_day`` the write budget (0: none)."""
+
+    policy: str
+    admission: str
+    chunks: int
+    chunks_a_day: int
+
+
+class _Cell(NamedTuple):
+    """One result to be: ``capacity`` is as it was asked for."""
+
+    codec: str
+    capacity: str
+    job: Job
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What to find out. ``hints`` is the share of hints that are right, None to take the trace's.
 
     A capacity in percent is of the raw bytes of the trace's unique blocks, so a denser codec holds
-    more chunks in it.
+    more chunks in it. ``write_bytes_per_day`` bounds what admissions let through; 0 is no bound.
     """
 
     policies: tuple[str, ...]
@@ -66,15 +90,32 @@ class Plan:
     hints: float | None = None
     seed: int = 1
     workers: int = WORKERS_DEFAULT
+    admissions: tuple[str, ...] = (EVERYTHING,)
+    write_bytes_per_day: int = 0
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` or ``RegistryError`` for what cannot be studied."""
-        for name, values in (("policy", self.policies), ("capacity", self.capacities)):
+        for name, values in (
+            ("policy", self.policies),
+            ("admission", self.admissions),
+            ("capacity", self.capacities),
+            ("codec", self.codecs),
+        ):
             if not values:
                 raise ConfigError(f"no {name} is given; name at least one")
         for policy in self.policies:
+            if policy not in policy_names():
+                hint = nearest(policy, policy_names())
+                known = ", ".join(policy_names())
+                raise RegistryError(f"no policy {policy!r}{hint}; known: {known}")
             if policy != MIN:
                 registry.policies.load(policy)
+        for admission in self.admissions:
+            registry.admissions.load(admission)
+        if self.write_bytes_per_day < 0:
+            raise ConfigError(
+                f"write_bytes_per_day is {self.write_bytes_per_day}; allowed: 0 (no bound) or more"
+            )
         for codec in self.codecs:
             chunk_bytes(self.shape, codec, 1)
         for capacity in self.capacities:
@@ -84,17 +125,35 @@ class Plan:
         if self.workers < 1:
             raise ConfigError(f"workers is {self.workers}; allowed: 1 or more")
 
-    def cells(self, trace: Trace) -> Iterator[tuple[str, str, int]]:
-        """Iterate over codecs, capacities and the chunks that these hold."""
+    def cells(self, trace: Trace) -> Iterator[_Cell]:
+        """Iterate over codecs, capacities, policies and admissions, in that order of nesting."""
         raw = chunk_bytes(self.shape, "raw", trace.block_tokens)
         for codec in self.codecs:
             nbytes = chunk_bytes(self.shape, codec, trace.block_tokens)
+            a_day = int(self.write_bytes_per_day / nbytes)
+            if self.write_bytes_per_day and not a_day:
+                raise ConfigError(
+                    f"write_bytes_per_day is {self.write_bytes_per_day}; allowed: 0 (no bound), or "
+                    f"at least one chunk of {codec}, {int(nbytes) + 1}"
+                )
             for capacity in self.capacities:
-                yield codec, capacity, parse_capacity(capacity, trace.unique_count, raw, nbytes)
+                chunks = parse_capacity(capacity, trace.unique_count, raw, nbytes)
+                for policy in self.policies:
+                    if policy == MIN:
+                        yield _Cell(codec, capacity, Job(MIN, MIN, chunks, 0))
+                        continue
+                    for admission in self.admissions:
+                        yield _Cell(codec, capacity, Job(policy, admission, chunks, a_day))
+
+
+def policy_names() -> list[str]:
+    """Return the policies that may be asked for, the optimum last."""
+    return [*registry.policies.names(), MIN]
 
 
 def parse_capacity(text: str, unique_count: int, raw_bytes: float, chunk_bytes: float) -> int:
     """Return how many chunks a capacity holds, at least 1: ``5%`` or ``50GiB``."""
+    allowed = "a share above 0% and at most 100% (5%), or a size with its unit (50GiB)"
     number = text.removesuffix("%")
     if number != text:
         try:
@@ -102,11 +161,12 @@ def parse_capacity(text: str, unique_count: int, raw_bytes: float, chunk_bytes: 
         except ValueError:
             percent = -1.0
         if not 0.0 < percent <= 100.0:
-            raise ConfigError(f"capacity is {text!r}; allowed: above 0% and at most 100%")
+            raise ConfigError(f"capacity is {text!r}; allowed: {allowed}")
         return max(1, int(unique_count * percent / 100.0 * raw_bytes / chunk_bytes + 1e-6))
-    nbytes = parse_size(text)
+    # A bare number would be bytes; whoever writes 5 means 5% or 5GiB.
+    nbytes = parse_size(text) if text[-1:].isalpha() else 0
     if nbytes <= 0:
-        raise ConfigError(f"capacity is {text!r}; allowed: more than 0 bytes")
+        raise ConfigError(f"capacity is {text!r}; allowed: {allowed}")
     return max(1, int(nbytes / chunk_bytes))
 
 
@@ -127,17 +187,17 @@ def session_hints(trace: Trace, right: float, seed: int) -> list[int]:
 def run_study(
     trace: Trace, plan: Plan, on_progress: Callable[[float], None] = lambda _: None
 ) -> list[Result]:
-    """Return a result per codec, capacity and policy, in that order of nesting.
+    """Return a result per codec, capacity, policy and admission, in that order of nesting.
 
     ``on_progress`` is told the share done, from 0 to 1.
     """
     cells = list(plan.cells(trace))
-    chunks = sorted({chunks for _, _, chunks in cells})
-    jobs = [(p, c) for c in chunks for p in dict.fromkeys(plan.policies) if p != MIN]
+    jobs = list(dict.fromkeys(cell.job for cell in cells if cell.job.policy != MIN))
     future = optimum.future_of(trace)
-    outcomes: dict[tuple[str, int], Outcome] = {
-        (MIN, count): Outcome(*optimum.optimal_hits(trace, future, count)) for count in chunks
-    }
+    outcomes: dict[Job, Outcome] = {}
+    for count in sorted({cell.job.chunks for cell in cells}):
+        best = optimum.optimal_hits(trace, future, count)
+        outcomes[Job(MIN, MIN, count, 0)] = Outcome(*best)
     hints: Sequence[int] = trace.hints
     if plan.hints is not None:
         hints = session_hints(trace, plan.hints, plan.seed)
@@ -145,11 +205,7 @@ def run_study(
     run = _run_alone if alone else _run_in_processes
     outcomes.update(run(trace, hints, jobs, plan.workers, on_progress))
     measured = _Measure(trace, plan.shape)
-    return [
-        measured.result(policy, codec, capacity, count, outcomes)
-        for codec, capacity, count in cells
-        for policy in plan.policies
-    ]
+    return [measured.result(cell, outcomes) for cell in cells]
 
 
 class _Measure:
@@ -159,26 +215,22 @@ class _Measure:
         first = int(trace.request_count * WARM_UP_SHARE)
         self._measured = range(first, trace.request_count)
         self._paths = [trace.starts[i + 1] - trace.starts[i] for i in self._measured]
-        self._days = (trace.times_s[-1] - trace.times_s[first]) / _DAY_S
+        span_s = trace.times_s[-1] - trace.times_s[first]
+        self._days = span_s / _DAY_S if span_s >= _SPAN_S_MIN else 0.0
 
-    def result(
-        self,
-        policy: str,
-        codec: str,
-        capacity: str,
-        count: int,
-        outcomes: dict[tuple[str, int], Outcome],
-    ) -> Result:
+    def result(self, cell: _Cell, outcomes: dict[Job, Outcome]) -> Result:
         """Return the figures of a policy, beside those of the optimum."""
-        nbytes = chunk_bytes(self._shape, codec, self._trace.block_tokens)
-        outcome, best = outcomes[policy, count], outcomes[MIN, count]
+        nbytes = chunk_bytes(self._shape, cell.codec, self._trace.block_tokens)
+        job = cell.job
+        outcome, best = outcomes[job], outcomes[Job(MIN, MIN, job.chunks, 0)]
         written = int(sum(outcome.kept[i] for i in self._measured) * nbytes)
         return Result(
-            policy,
-            codec,
-            capacity,
-            count,
-            int(count * nbytes),
+            job.policy,
+            job.admission,
+            cell.codec,
+            cell.capacity,
+            job.chunks,
+            int(job.chunks * nbytes),
             *self._percents(outcome),
             written,
             int(written / self._days) if self._days > 0 else 0,
@@ -195,7 +247,20 @@ class _Measure:
         return sum(self._shape.prefill_flops(0.0, count * tokens) for count in block_counts)
 
 
-Job = tuple[str, int]
+def _replay_job(
+    job: Job,
+    trace: Trace,
+    hints: Sequence[int],
+    keys: Sequence[ChunkKey],
+    on_progress: Callable[[int], None],
+) -> Outcome:
+    policy = registry.policies.load(job.policy)
+    admission: AdmissionPolicy | None = None
+    if job.admission != EVERYTHING or job.chunks_a_day:
+        admission = registry.admissions.load(job.admission)(job.chunks)
+    if admission is not None and job.chunks_a_day:
+        admission = Budgeted(admission, WriteBudget(job.chunks_a_day))
+    return replay(trace, hints, policy, job.chunks, keys, on_progress, admission)
 
 
 def _run_alone(
@@ -215,8 +280,7 @@ def _run_alone(
         on_progress(done / total)
 
     for job in jobs:
-        policy = registry.policies.load(job[0])
-        yield job, replay(trace, hints, policy, job[1], keys, advance)
+        yield job, _replay_job(job, trace, hints, keys, advance)
 
 
 @dataclass(slots=True)
@@ -243,8 +307,7 @@ def _run_job(job: Job) -> Outcome:
         with given.done.get_lock():
             given.done.value += requests
 
-    policy = registry.policies.load(job[0])
-    return replay(given.trace, given.hints, policy, job[1], given.keys, advance)
+    return _replay_job(job, given.trace, given.hints, given.keys, advance)
 
 
 def _run_in_processes(
