@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import subprocess
 import sys
@@ -21,20 +22,24 @@ FREE = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")
 HUGE_PAGES = 8
 
 
+def free_huge_pages() -> int:
+    return int(FREE.read_text()) if FREE.exists() else 0
+
+
 @pytest.fixture
 def huge_pages() -> Iterator[int]:
-    """Some huge pages set aside for this test alone."""
+    """How many huge pages are free: some set aside for this test alone, where the kernel lets us.
+
+    Elsewhere there may be none, and the tests hold the arena to ordinary pages.
+    """
     before = SET_ASIDE.read_text() if SET_ASIDE.exists() else ""
     try:
-        SET_ASIDE.write_text(str(int(before) + HUGE_PAGES))
-    except (OSError, ValueError):
-        pytest.skip("the kernel lets this process set no huge pages aside")
-    try:
-        if int(FREE.read_text()) < HUGE_PAGES:
-            pytest.skip("the kernel found no huge pages to set aside")
-        yield HUGE_PAGES
+        with contextlib.suppress(OSError, ValueError):
+            SET_ASIDE.write_text(str(int(before) + HUGE_PAGES))
+        yield free_huge_pages()
     finally:
-        SET_ASIDE.write_text(before)
+        with contextlib.suppress(OSError):
+            SET_ASIDE.write_text(before)
 
 
 READER = """
@@ -47,8 +52,10 @@ print(bytes(memory[-5:]).decode())
 
 def test_a_shared_arena_takes_huge_pages_that_are_set_aside(huge_pages: int) -> None:
     arena = Arena(4 * HUGE_PAGE_BYTES + 4096, shared=True)
-    assert arena.huge
-    assert arena.capacity_bytes == len(arena.memory) == 4 * HUGE_PAGE_BYTES
+    taken = huge_pages >= 4
+    assert arena.huge == (taken or huge_on_advice("shmem_enabled"))
+    assert arena.capacity_bytes == 4 * HUGE_PAGE_BYTES + (0 if taken else 4096)
+    assert len(arena.memory) == arena.capacity_bytes
     assert arena.handle is not None
     arena.memory[-5:] = b"hello"
     run = subprocess.run(
@@ -58,17 +65,17 @@ def test_a_shared_arena_takes_huge_pages_that_are_set_aside(huge_pages: int) -> 
         check=True,
     )
     assert run.stdout == "hello\n"
-    assert int(FREE.read_text()) <= huge_pages - 4
+    assert free_huge_pages() == huge_pages - (4 if taken else 0)
     arena.close()
-    assert int(FREE.read_text()) >= huge_pages
+    assert free_huge_pages() == huge_pages
 
 
 def test_too_few_huge_pages_are_left_alone(huge_pages: int) -> None:
-    nbytes = (int(FREE.read_text()) + 1) * HUGE_PAGE_BYTES
+    nbytes = (huge_pages + 1) * HUGE_PAGE_BYTES
     memory = Memory(nbytes, shared=True)
     assert len(memory.view) == nbytes
     assert memory.huge == huge_on_advice("shmem_enabled")
-    assert int(FREE.read_text()) >= huge_pages
+    assert free_huge_pages() == huge_pages
     memory.close()
 
 
