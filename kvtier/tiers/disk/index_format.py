@@ -76,6 +76,11 @@ class Batch:
     def __len__(self) -> int:
         return len(self.added) + len(self.removed) + len(self.used)
 
+    @property
+    def keys(self) -> Array:
+        """The keys that it names, in order: added, removed, used."""
+        return np.concatenate([self.added.array["key"], self.removed["key"], self.used])
+
 
 @dataclass(frozen=True, slots=True)
 class SnapshotHeader:

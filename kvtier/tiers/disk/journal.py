@@ -13,6 +13,7 @@ and files of which no index knows are found again by looking through the directo
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -53,7 +54,9 @@ class Journal:
         self._log_bytes = 0
         # Whether the log may end in garbage, behind which nothing would be found again.
         self._torn = False
+        # Whether the log's bytes are on the medium, and the names of all files.
         self._synced = False
+        self._named = False
         self._written_bytes = 0
 
     @property
@@ -80,7 +83,7 @@ class Journal:
         self._change_count = sum(map(len, batches))
         self._log_bytes = log_bytes
         self._torn = end < log_bytes
-        self._synced = False
+        self._synced = self._named = False
         return replay(rows, batches)
 
     def start(self, rows: Rows) -> None:
@@ -104,6 +107,7 @@ class Journal:
         data = encode_batch(changes, self._number)
         self._torn = True
         self._synced = False
+        self._named = self._named and self._log_bytes > 0
         self._files.append(self._path(_log_name(self._number)), data)
         self._torn = False
         self._log_bytes += len(data)
@@ -129,11 +133,18 @@ class Journal:
 
     def sync(self) -> None:
         """Return when everything appended is on the medium. Raises ``OSError``."""
-        if self._synced or self._number is None or not self._log_bytes:
+        if self._number is None:
             return
-        self._files.sync_file(self._path(_log_name(self._number)))
-        self._files.sync_directory(self._directory)
-        self._synced = True
+        if self._log_bytes and not self._synced:
+            self._files.sync_file(self._path(_log_name(self._number)))
+            self._synced = True
+        self._sync_names()
+
+    def _sync_names(self) -> None:
+        if not self._named:
+            self._files.sync_directory(self._directory)
+            self._files.sync_directory(self._root)
+            self._named = True
 
     def _write_snapshot(self, rows: Rows) -> None:
         number = 1 + max([self._number or 0, *self._logs()])
@@ -145,15 +156,17 @@ class Journal:
         self._files.create(new, data)
         self._written_bytes += len(data)
         self._files.sync_file(new)
+        self._named = False
         self._files.replace(new, self._path("snapshot"))
-        self._files.sync_directory(self._directory)
-        self._files.sync_directory(self._root)
+        self._sync_names()
         self._number = number
         self._row_count = len(rows)
         self._change_count = self._log_bytes = 0
         self._torn = False
-        for log in self._logs():
-            self._files.remove(self._path(_log_name(log)))
+        # What old logs waste until the next snapshot is no reason to call this one failed.
+        with contextlib.suppress(OSError):
+            for log in self._logs():
+                self._files.remove(self._path(_log_name(log)))
 
     def _read_snapshot(self, nbytes: int) -> tuple[SnapshotHeader, Rows] | None:
         page = buffer(ALIGN_BYTES)

@@ -7,11 +7,16 @@ in numpy lets them run beside it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
+from kvtier.constants import DIGEST_BYTES
 from kvtier.tiers.disk.index_format import Batch
 from kvtier.tiers.disk.rows import ROW_DTYPE, Array, KeyIndex, Rows
+
+#: Keys that become objects together.
+_STEP: Final = 4096
 
 
 def replay(snapshot: Rows, batches: Sequence[Batch]) -> Rows:
@@ -23,9 +28,7 @@ def replay(snapshot: Rows, batches: Sequence[Batch]) -> Rows:
     if not batches:
         return snapshot
     added = _added(snapshot, batches)
-    changes = _Changed(snapshot.array, added.array)
-    for batch in batches:
-        changes.take(batch)
+    changes = _Changed(snapshot.array, added.array, batches)
     old = snapshot.array
     kept = np.ones(len(old), np.bool_)
     kept[[row for row in changes.gone if row < len(old)]] = False
@@ -48,38 +51,45 @@ class _Changed:
     Rows of the snapshot are counted from 0, those that were added behind them.
     """
 
-    def __init__(self, snapshot: Array, added: Array) -> None:
+    def __init__(self, snapshot: Array, added: Array, batches: Sequence[Batch]) -> None:
         self.gone: set[int] = set()
         self.used_ms: dict[int, int] = {}
         self._old = snapshot
         self._added = added
-        self._index = KeyIndex(snapshot)
         self._next = len(snapshot)
         self._rows: dict[bytes, int] = {}  # where the snapshot is outdated; -1: removed
+        keys = [batch.keys for batch in batches]
+        # Asked together, since numpy overlaps the waits for memory that Python adds up.
+        words = np.concatenate(keys).view(np.uint64).reshape(-1, DIGEST_BYTES // 8)
+        found = KeyIndex(snapshot).find_all(words)
+        start = 0
+        for batch, mine in zip(batches, keys, strict=True):
+            self._take(batch, mine, found[start : start + len(mine)])
+            start += len(mine)
 
-    def take(self, batch: Batch) -> None:
-        """Let a batch take effect."""
-        for _ in range(len(batch.added)):
-            self._add(self._next)
-            self._next += 1
-        for removed in batch.removed:
-            self._remove(*removed.item())
-        for used in batch.used:
-            self._use(used.item(), batch.used_ms)
+    def _take(self, batch: Batch, keys: Array, found: Array) -> None:
+        """Let a batch take effect, some keys at a time."""
+        added, removed = len(batch.added), len(batch.removed)
+        first, last = added, added + removed
+        for start in range(0, len(keys), _STEP):
+            rows = found[start : start + _STEP].tolist()
+            for i, (key, row) in enumerate(zip(_texts(keys, start), rows, strict=True), start):
+                row = self._rows.get(key, row)  # noqa: PLW2901 - what has become of it
+                if i < first:
+                    self._add(key, row)
+                elif i < last:
+                    self._remove(key, row, int(batch.removed["generation"][i - first]))
+                elif row >= 0:
+                    self.used_ms.pop(row, None)
+                    self.used_ms[row] = batch.used_ms
 
-    def _row(self, key: bytes) -> int:
-        row = self._rows.get(key)
-        return self._index.find(key) if row is None else row
+    def _add(self, key: bytes, before: int) -> None:
+        self._drop(before)
+        self._rows[key] = self._next
+        self.used_ms[self._next] = int(self._added["used_ms"][self._next - len(self._old)])
+        self._next += 1
 
-    def _add(self, row: int) -> None:
-        added = self._added[row - len(self._old)]
-        key: bytes = added["key"].item()
-        self._drop(self._row(key))
-        self._rows[key] = row
-        self.used_ms[row] = int(added["used_ms"])
-
-    def _remove(self, key: bytes, generation: int) -> None:
-        row = self._row(key)
+    def _remove(self, key: bytes, row: int, generation: int) -> None:
         if row < 0:
             return
         count = len(self._old)
@@ -88,16 +98,15 @@ class _Changed:
             self._drop(row)
             self._rows[key] = -1
 
-    def _use(self, key: bytes, used_ms: int) -> None:
-        row = self._row(key)
-        if row >= 0:
-            self.used_ms.pop(row, None)
-            self.used_ms[row] = used_ms
-
     def _drop(self, row: int) -> None:
         if row >= 0:
             self.used_ms.pop(row, None)
             self.gone.add(row)
+
+
+def _texts(keys: Array, start: int) -> list[bytes]:
+    found: list[bytes] = keys[start : start + _STEP].tolist()
+    return found
 
 
 def _added(snapshot: Rows, batches: Sequence[Batch]) -> Rows:
