@@ -24,7 +24,7 @@ from kvtier.testing.fault_files import (
     ShortRead,
     TornWrite,
 )
-from kvtier.tiers.disk.shard_files import FileSystem
+from kvtier.tiers.disk.files import FileSystem
 
 PAGE = 4096
 
@@ -54,11 +54,13 @@ def test_without_faults_everything_passes_and_is_recorded(
     files.replace(str(source), str(target))
     files.sync_directory(str(target.parent))
     assert read_file(files, target) == b"x" * 2 * PAGE
+    files.append(str(target), memoryview(b"end"))
+    assert target.read_bytes() == b"x" * 2 * PAGE + b"end"
     assert [info.path for info in files.list(str(tmp_path))] == [str(target)]
     files.remove(str(target))
     assert not target.exists()
     assert files.calls[2] == FileCall(FileOperation.REPLACE, str(source), str(target))
-    assert [files.count(operation) for operation in FileOperation] == [1] * 7
+    assert [files.count(operation) for operation in FileOperation] == [1] * 8
 
 
 CALLS: dict[FileOperation, Callable[[FaultyFiles, str], object]] = {
@@ -69,6 +71,7 @@ CALLS: dict[FileOperation, Callable[[FaultyFiles, str], object]] = {
     FileOperation.REMOVE: lambda files, path: files.remove(path),
     FileOperation.SYNC_FILE: lambda files, path: files.sync_file(path),
     FileOperation.SYNC_DIRECTORY: lambda files, path: files.sync_directory(path),
+    FileOperation.APPEND: lambda files, path: files.append(path, memoryview(b"more")),
 }
 
 
@@ -143,6 +146,19 @@ def test_a_torn_write_leaves_its_part_behind(files: FaultyFiles, tmp_path: Path)
         files.create(str(path), aligned(b"x"))
     assert caught.value.errno == errno.ENOSPC
     assert path.read_bytes() == b"x" * 512
+
+
+def test_a_torn_append_leaves_its_part_at_the_end(files: FaultyFiles, tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "log"
+    files.append(str(path), memoryview(b"whole."))
+    files.inject(TornWrite(nbytes=3, errno=errno.ENOSPC))
+    with pytest.raises(OSError, match="log") as caught:
+        files.append(str(path), memoryview(b"torn."))
+    assert caught.value.errno == errno.ENOSPC
+    files.inject(FileCrash(operations=(FileOperation.APPEND,), nbytes=2))
+    with pytest.raises(OSError, match="on purpose"):
+        files.append(str(path), memoryview(b"dead."))
+    assert path.read_bytes() == b"whole.torde"
 
 
 def test_after_a_crash_nothing_works_until_the_restart(files: FaultyFiles, tmp_path: Path) -> None:

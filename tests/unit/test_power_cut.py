@@ -53,6 +53,8 @@ def states(tmp_path: Path, name: str, *steps: str) -> set[str]:
                 room.files.sync_file(room.path(what))
             elif verb == "sync_directory":
                 room.files.sync_directory(room.path(what).rstrip("/"))
+            elif verb == "append":
+                room.files.append(room.path(what), memoryview(b"y" * 700))
             elif verb == "remove":
                 room.files.remove(room.path(what))
             else:
@@ -61,6 +63,30 @@ def states(tmp_path: Path, name: str, *steps: str) -> set[str]:
         room.files.cut()
         found.add(room.state(name))
     return found
+
+
+def test_of_what_was_appended_any_part_may_be_lost_and_nothing_before_a_sync(
+    tmp_path: Path,
+) -> None:
+    seen: set[str] = set()
+    for seed in SEEDS:
+        room = Room(tmp_path, seed)
+        path = room.root / "in" / "old"
+        for data in (b"safe", b"1", b"2"):
+            room.files.append(str(path), memoryview(data))
+            if data == b"safe":
+                room.files.sync_file(str(path))
+        room.files.cut()
+        found = path.read_bytes()
+        assert found.startswith(b"o" * 4096 + b"safe")
+        tail = found[4100:]
+        cut = len(tail) < len(b"12")
+        seen.add("lost" if not tail else "cut" if cut else "torn" if 0 in tail else "kept")
+        room.files.append(str(path), memoryview(b"later"))
+        room.files.sync_file(str(path))
+        room.files.cut()
+        assert path.read_bytes() == found + b"later"
+    assert seen == {"lost", "cut", "torn", "kept"}
 
 
 NEW = ("create in/new", "sync in/new")
@@ -74,6 +100,9 @@ NEW = ("create in/new", "sync in/new")
         ("in/new", NEW, {"gone", "whole"}),
         ("in/new", ("create in/new", "sync_directory in"), {"whole", "torn"}),
         ("in/new", (*NEW, "sync_directory in"), {"whole"}),
+        ("in/new", ("append in/new",), {"gone", "torn"}),
+        ("in/new", (*NEW, "sync_directory in", "append in/new"), {"whole", "torn"}),
+        ("in/new", ("append in/new", "remove in/new", "sync_directory in"), {"gone"}),
         ("out/new", (*NEW, "rename in/new out/new"), {"gone", "whole"}),
         ("out/new", (*NEW, "rename in/new out/new", "sync_directory in"), {"gone", "whole"}),
         ("out/new", (*NEW, "rename in/new out/new", "sync_directory out"), {"whole"}),
