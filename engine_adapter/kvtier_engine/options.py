@@ -15,13 +15,12 @@ from typing import Any, Final, TypeVar
 from kvtier.config import Durability, WriteMode, format_size, parse_size
 from kvtier.constants import CHUNK_TOKENS_MAX, GIB, MIB
 from kvtier.errors import ConfigError, nearest
-from kvtier.registry import Registry, codecs, policies
+from kvtier.registry import Registry, admissions, codecs, policies
 from kvtier_engine.api.limits import DRAIN_DEADLINE_S
 
 #: The name under which the bundled model is asked for.
 BUNDLED_MODEL: Final = "smollm2-135m"
 
-_admissions: Final = Registry("kvtier.admissions", "admission")
 
 EnumT = TypeVar("EnumT", bound=StrEnum)
 
@@ -213,7 +212,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
     Option(
         "disk_admission",
-        _installed(_admissions),
+        _installed(admissions),
         "everything",
         "NAME",
         "what is written: everything, second-touch, learned",

@@ -18,6 +18,7 @@ from kvtier.errors import ConfigError
 from kvtier.keys import encode_tokens
 from kvtier.policies.lru import LRU
 from kvtier.registry import policies
+from kvtier.testing.engine_double import wait_until
 from kvtier.types import ChunkKey, Entry, Features, Hint
 from kvtier_engine.serve import Server
 from tests.lib.tiny_llama import tiny_config, tiny_tensors, write_folder
@@ -96,6 +97,12 @@ async def test_turns_and_hints_come_from_the_requests(folder: Path, tmp_path: Pa
     assert told == [(1, Hint.NONE), (2, Hint.WILL_CONTINUE), (3, Hint.DONE), (1, Hint.NONE)]
 
 
+def stores_inflight(server: Server) -> int:
+    cache = server.snapshot().cache
+    assert cache is not None
+    return cache.stores_inflight
+
+
 class WatchedLRU(LRU):
     """Keeps the features of all that it is told."""
 
@@ -118,6 +125,7 @@ async def test_turns_and_hints_reach_the_policies(
     server = made(folder)
     async with running(server) as client:
         await chat(client, *texts, kvtier={"will_continue": True})
+        wait_until(lambda: not stores_inflight(server), "the store does not end")
         server.engine.forget_prefixes()
         await chat(client, *texts, kvtier={"done": True})
     first, second = Features(2, Hint.WILL_CONTINUE), Features(2, Hint.DONE)

@@ -115,7 +115,10 @@ def test_b113_a_misspelt_variable_names_the_nearest() -> None:
         (["--codec", "rwa"], ["--codec", "'rwa'", "'raw'"]),
         (["--policy", "gitins"], ["--policy", "'gitins'", "arc", "did you mean 'gittins'"]),
         (["--disk-policy", "lur"], ["--disk-policy", "'lur'", "did you mean 'lru'"]),
-        (["--disk-admission", "secnd-touch"], ["--disk-admission", "'secnd-touch'"]),
+        (
+            ["--disk-admission", "secnd-touch"],
+            ["--disk-admission", "'secnd-touch'", "'second-touch'"],
+        ),
         (["--disk-write-bytes-per-day", "1GB"], ["--disk-write-bytes-per-day", "'GiB'"]),
         (["--disk", "/a,/b/,/a"], ["--disk", "each named once"]),
         (["--disk", "/a,"], ["--disk", "not empty"]),
@@ -164,12 +167,12 @@ def test_b115_contradictions_end_the_start(arguments: list[str], parts: list[str
 def test_each_tier_has_its_policy() -> None:
     cache = load(
         "--disk", "/d", "--policy", "gittins", "--disk-policy", "arc",
-        "--disk-write-bytes-per-day", "1TiB",
+        "--disk-write-bytes-per-day", "1TiB", "--disk-admission", "learned",
     ).config.cache_config()  # fmt: skip
     assert cache is not None
     assert cache.disk is not None
     assert (cache.policy, cache.disk.policy) == ("gittins", "arc")
-    assert (cache.disk.admission, cache.disk.write_bytes_per_day) == ("everything", 1024 * GIB)
+    assert (cache.disk.admission, cache.disk.write_bytes_per_day) == ("learned", 1024 * GIB)
 
 
 def test_b116_directories_of_the_disk_share_one_bound(tmp_path: Path) -> None:
