@@ -26,7 +26,7 @@ from kvtier_kernels import raw, rows
 from kvtier_kernels.fp8 import reference
 from kvtier_kernels.raw import LayerViews, Span
 
-__all__ = ["pack", "unpack"]
+__all__ = ["pack", "row_bytes", "unpack"]
 
 #: What is quantised; one-byte dtypes are stored as they are.
 _QUANTISED = (torch.float32, torch.bfloat16, torch.float16)

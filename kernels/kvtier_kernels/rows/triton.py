@@ -41,7 +41,7 @@ def launch(
     for part in range(len(packed.row_bytes[0])):
         views = [view for layer in layers if (view := layer[part]) is not None]
         dim = views[0].shape[3]
-        block_dim = triton.next_power_of_2(dim)
+        block_dim = max(2, triton.next_power_of_2(dim))
         rows = max(1, min(_TILE_VALUES // block_dim, triton.next_power_of_2(packed.tokens)))
         regions = [
             place
@@ -50,7 +50,7 @@ def launch(
         ]
         grid = (packed.layers * packed.kv_heads, triton.cdiv(packed.tokens, rows))
         kernel[grid](
-            _table(views, span),
+            address_table(views, span),
             packed.data,
             failed,
             packed.layers,
@@ -63,19 +63,24 @@ def launch(
             DIM=dim,
             BLOCK_DIM=block_dim,
             ROWS=rows,
-            ELEMENT=_ELEMENTS[views[0].element_size()],
+            ELEMENT=element_type(views),
             DTYPE=str(views[0].dtype).removeprefix("torch."),
-            ALIGN=_alignment(views),
+            ALIGN=alignment(views),
         )
 
 
-def _table(views: Sequence[torch.Tensor], span: Span) -> torch.Tensor:
+def address_table(views: Sequence[torch.Tensor], span: Span) -> torch.Tensor:
     """For each layer its address and the steps to the next block, token and head; the blocks."""
     table = [entry for view in views for entry in (view.data_ptr(), *view.stride()[:3])]
     return torch.tensor([*table, *span.block_ids], dtype=torch.int64).to(views[0].device)
 
 
-def _alignment(views: Sequence[torch.Tensor]) -> int:
+def element_type(views: Sequence[torch.Tensor]) -> Any:
+    """The integer as which a pool's values are read: of their width."""
+    return _ELEMENTS[views[0].element_size()]
+
+
+def alignment(views: Sequence[torch.Tensor]) -> int:
     """How many bytes divide the address of every row: 16, or 1 where they are odd."""
     steps = [view.data_ptr() for view in views]
     steps += [step * view.element_size() for view in views for step in view.stride()[:3]]
@@ -108,20 +113,23 @@ def pool_rows(
 def to_float32(bits, DTYPE: tl.constexpr):
     """The values whose bits these are."""
     if DTYPE == "bfloat16":
-        return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    if DTYPE == "float16":
-        return bits.to(tl.float16, bitcast=True).to(tl.float32)
-    return bits.to(tl.float32, bitcast=True)
+        values = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif DTYPE == "float16":
+        values = bits.to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        values = bits.to(tl.float32, bitcast=True)
+    return values
 
 
 @triton.jit
 def from_float32(values, DTYPE: tl.constexpr):
     """The values' bits in the pool's dtype, rounded to even; none is NaN or too large."""
     bits = values.to(tl.int32, bitcast=True)
+    # One return: what stands behind a return is compiled all the same, for the wrong type.
     if DTYPE == "bfloat16":
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
-    if DTYPE == "float16":
-        return values.to(tl.float16).to(tl.int16, bitcast=True)
+        bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+    elif DTYPE == "float16":
+        bits = values.to(tl.float16).to(tl.int16, bitcast=True)
     return bits
 
 

@@ -1,0 +1,124 @@
+"""Lossless bfloat16 in plain torch, for any device. Arguments were checked at the door."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from kvtier_kernels.raw import LayerViews, Span
+from kvtier_kernels.rows import (
+    Packed,
+    UnrepresentableError,
+    blocks,
+    gather,
+    nibbles,
+    scatter,
+)
+
+SIDE_BYTES: Final = 8
+#: Code of a value whose exponent has none.
+ESCAPE: Final = 15
+ESCAPES_MAX: Final = 3
+#: Depths that stand for exponents wherever these are: of NaN and infinity, of zero and denormals.
+DEPTH_SPECIAL: Final = 30
+DEPTH_ZERO: Final = 31
+
+_DEPTH_OUTSIDE: Final = 32
+_EXPONENT_SPECIAL: Final = 255
+
+
+def pack(layers: Sequence[LayerViews], span: Span, packed: Packed) -> None:
+    """Pack the span's rows."""
+    for part, values in enumerate(gather(layers, span)):
+        packed_rows = (packed.rows(region, part) for region in range(3))
+        for block in blocks(values, *packed_rows):
+            encode(*block)
+
+
+def unpack(packed: Packed, layers: Sequence[LayerViews], span: Span) -> None:
+    """Write the span's rows into the pool."""
+
+    def write(part: int, values: torch.Tensor) -> None:
+        packed_rows = (packed.rows(region, part) for region in range(3))
+        for block in blocks(values, *packed_rows):
+            decode(*block)
+
+    scatter(layers, span, write)
+
+
+def encode(
+    values: torch.Tensor, low: torch.Tensor, codes: torch.Tensor, side: torch.Tensor
+) -> None:
+    """Fill ``low``, ``codes`` and ``side`` (uint8, a row's bytes last) from ``values``."""
+    bits = values.view(torch.int16)
+    low.copy_(((bits >> 8) & 0x80) | (bits & 0x7F))
+    exponents = ((bits >> 7) & 0xFF).flatten(0, 1)
+    special = exponents == _EXPONENT_SPECIAL
+    base = exponents.masked_fill(special, 0).amax(-1, keepdim=True)
+    depths = base - exponents
+    depths.masked_fill_(depths >= DEPTH_SPECIAL, _DEPTH_OUTSIDE)
+    depths.masked_fill_(special, DEPTH_SPECIAL)
+    depths.masked_fill_(exponents == 0, DEPTH_ZERO)
+    index = depths.long()
+    present = torch.zeros(
+        (len(index), _DEPTH_OUTSIDE + 1), dtype=torch.uint8, device=values.device
+    ).scatter_(1, index, 1)
+    present[:, _DEPTH_OUTSIDE] = 0
+    row_codes = _codes(present).gather(1, index)
+    nibbles.join(row_codes.view(values.shape), 0, codes)
+    side.copy_(_side(base, present, row_codes, exponents).view(side.shape))
+
+
+def decode(
+    values: torch.Tensor, low: torch.Tensor, codes: torch.Tensor, side: torch.Tensor
+) -> None:
+    """Fill ``values`` from what ``encode`` made, bit for bit."""
+    row_side = side.flatten(0, 1)
+    row_codes = nibbles.split(codes, values.shape[-1]).flatten(0, 1)
+    exponents = _palette(row_side).gather(1, row_codes.long())
+    escaped, nth, columns = _escapes(row_codes)
+    exponents[escaped, columns] = row_side[escaped, SIDE_BYTES - ESCAPES_MAX + nth]
+    signs_mantissas = low.view(torch.int8).to(torch.int16).bitwise_and_(0x807F - 0x10000)
+    bits = exponents.to(torch.int16).bitwise_left_shift_(7).view(values.shape)
+    values.view(torch.int16).copy_(bits.bitwise_or_(signs_mantissas))
+
+
+def _codes(present: torch.Tensor) -> torch.Tensor:
+    """The code of each depth, given which occur: how many that occur are less deep."""
+    before = present.cumsum(1, dtype=torch.int64) - present
+    return before.masked_fill_(present == 0, ESCAPE).clamp_(max=ESCAPE).to(torch.uint8)
+
+
+def _side(
+    base: torch.Tensor, present: torch.Tensor, row_codes: torch.Tensor, exponents: torch.Tensor
+) -> torch.Tensor:
+    side = torch.zeros((len(base), SIDE_BYTES), dtype=torch.uint8, device=base.device)
+    side[:, :1] = base
+    eights = present[:, :_DEPTH_OUTSIDE].view(-1, 4, 8)
+    weights = 1 << torch.arange(8, device=base.device)
+    side[:, 1:5] = (eights * weights).sum(2)
+    escaped, nth, columns = _escapes(row_codes)
+    if len(nth) and int(nth.max()) >= ESCAPES_MAX:
+        raise UnrepresentableError("a row has too many different exponents")
+    side[escaped, SIDE_BYTES - ESCAPES_MAX + nth] = exponents[escaped, columns].to(torch.uint8)
+    return side
+
+
+def _palette(side: torch.Tensor) -> torch.Tensor:
+    """The exponent of each code ``[rows, 16]``; that of ``ESCAPE`` means nothing."""
+    eights = torch.arange(8, device=side.device)
+    present = ((side[:, 1:5, None] >> eights) & 1).to(torch.uint8).flatten(1)
+    exponents = side[:, :1].long() - torch.arange(_DEPTH_OUTSIDE, device=side.device)
+    exponents[:, DEPTH_SPECIAL] = _EXPONENT_SPECIAL
+    exponents[:, DEPTH_ZERO] = 0
+    palette = torch.zeros((len(side), ESCAPE + 1), dtype=torch.uint8, device=side.device)
+    return palette.scatter_(1, _codes(present).long(), exponents.to(torch.uint8))
+
+
+def _escapes(row_codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Row, number within the row and column of each escape."""
+    rows, columns = torch.nonzero(row_codes == ESCAPE, as_tuple=True)
+    nth = torch.arange(len(rows), device=rows.device) - torch.searchsorted(rows, rows)
+    return rows, nth, columns
