@@ -10,8 +10,8 @@ well, so a kind that is never written still learns.
 
 - *Would have left*: the residence time is the mean age at which chunks leave, as ``left`` tells; it
   grows while nothing leaves, so a tier that is hardly written any more is tried again. An
-  offer's fate is also taken for known after a few times the usual delay until reuse, long before
-  anything has left; a reuse that comes later still counts.
+  offer's fate is also taken for known after a few times the usual delay until reuse, or when too
+  many are waited for, long before anything has left; a reuse that comes later still counts.
 - *A fair chance*: at least ``FAIR_SHARE`` of the share of offers that are followed by any access,
   however late. Measured against this, a tier that holds what is asked for writes nearly all, and
   one that is too small for its traffic writes what it can keep long enough.
@@ -153,12 +153,14 @@ class Learned:
         self._free: list[int] = []
         self._below: dict[ChunkKey, int] = {}
         self._refused: OrderedDict[ChunkKey, int] = OrderedDict()  # latest offer last
-        # Rows by the instant of an offer, oldest first; those offered again since stand twice.
-        self._open: deque[tuple[float, list[int]]] = deque()
-        self._open_count = 0
+        # Offers of unknown fate, oldest first: row and instant. One that was followed by an access
+        # or by another offer is known for its instant, and passed over.
+        self._open_rows: deque[int] = deque()
+        self._open_since: deque[float] = deque()
         self._now = self._left_at = nan
         self._run_key: ChunkKey | None = None
         self._run_start = 0
+        self._fair: dict[int, bool] = {}  # of kinds, as judged at this instant
 
     @property
     def remembered_count(self) -> int:
@@ -167,7 +169,7 @@ class Learned:
 
     @property
     def watched_count(self) -> int:
-        """Chunks of which anything is known: 11 bytes each, and their places in dict and queue."""
+        """Chunks of which anything is known: 11 bytes each, and places in a dict and a queue."""
         return len(self._refused) + len(self._below)
 
     def offer(self, entry: Entry, now: float) -> bool:
@@ -189,7 +191,7 @@ class Learned:
         start = self._run_start
         kind = _kind(entry.features, start, max(entry.position - start, 0), offers)
         self._odds.note_offer()
-        is_wanted = entry.parent not in self._refused and self._odds.are_fair(kind)
+        is_wanted = entry.parent not in self._refused and self._is_fair(kind)
         if is_wanted and row is None and self.watched_count >= WATCHED_MAX:
             return True
         row = self._opened(row, kind, now)
@@ -224,19 +226,25 @@ class Learned:
             self._fate[row] = _LOST
         self._remember(key, row)
 
+    def _is_fair(self, kind: int) -> bool:
+        fair = self._fair.get(kind)
+        if fair is None:
+            fair = self._fair[kind] = self._odds.are_fair(kind)
+        return fair
+
     def _begin_instant(self, now: float) -> None:
         """Take the fate of offers for known that were made too long ago to be fruitful."""
         self._now = now
         self._run_key = None
+        self._fair.clear()
         oldest = now - min(self._residence_until(now), _PATIENCE * self._delay_s.value)
-        while self._open and (self._open[0][0] < oldest or self._open_count > WATCHED_MAX):
-            offered_at, rows = self._open.popleft()
-            self._open_count -= len(rows)
-            for row in rows:
-                if self._fate[row] == _OPEN and self._accessed[row] == offered_at:
-                    self._fate[row] = _FRUITLESS
-                    self._odds.note(self._kind[row], 1.0, 0.0)
-        self._open.append((now, []))
+        count_max = max(REFUSED_MIN, self.watched_count)
+        rows, since = self._open_rows, self._open_since
+        while rows and (since[0] < oldest or len(rows) > count_max):
+            row, offered_at = rows.popleft(), since.popleft()
+            if self._fate[row] == _OPEN and self._accessed[row] == offered_at:
+                self._fate[row] = _FRUITLESS
+                self._odds.note(self._kind[row], 1.0, 0.0)
 
     def _residence_until(self, now: float) -> float:
         """Return how long a chunk stays: the mean, or longer where nothing has left for longer."""
@@ -255,8 +263,8 @@ class Learned:
         self._accessed[row] = now
         self._kind[row] = kind
         self._fate[row] = _OPEN
-        self._open[-1][1].append(row)
-        self._open_count += 1
+        self._open_rows.append(row)
+        self._open_since.append(now)
         return row
 
     def _note_access(self, row: int, now: float, in_time_s: float) -> None:
