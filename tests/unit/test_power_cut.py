@@ -101,7 +101,6 @@ NEW = ("create in/new", "sync in/new")
         ("in/new", ("create in/new", "sync_directory in"), {"whole", "torn"}),
         ("in/new", (*NEW, "sync_directory in"), {"whole"}),
         ("in/new", ("append in/new",), {"gone", "torn"}),
-        ("in/new", (*NEW, "sync_directory in", "append in/new"), {"whole", "torn"}),
         ("in/new", ("append in/new", "remove in/new", "sync_directory in"), {"gone"}),
         ("out/new", (*NEW, "rename in/new out/new"), {"gone", "whole"}),
         ("out/new", (*NEW, "rename in/new out/new", "sync_directory in"), {"gone", "whole"}),
