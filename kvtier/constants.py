@@ -44,6 +44,14 @@ CLOSE_DEADLINE_S_DEFAULT: Final = 10.0
 HOUSEKEEPING_S: Final = 0.1
 
 # Disk tier.
+# A sweep looks at one slice of a directory at a time, so that writes go on meanwhile.
+SWEEP_SLICES: Final = 256
+SWEEP_LOCK_FILES: Final = 256
+# Chunks that leave in one go where a bound has shrunk; the rest leaves in the next ones.
+TRIM_CHUNKS_MAX: Final = 1024
+# Accesses remembered for the index at rest, and for how long at most.
+USED_KEYS_MAX: Final = 65_536
+USED_NOTE_S: Final = 5.0
 QUARANTINE_FILES_MAX: Final = 16
 READ_FAILURES_MAX: Final = 3
 HEALTH_BACKOFF_S_MIN: Final = 0.5
@@ -61,8 +69,9 @@ JOURNAL_LOG_BYTES_MAX: Final = GIB
 # A log is folded into a new snapshot above this many changes, or above half of the rows.
 JOURNAL_CHANGES_LOGGED: Final = 65_536
 
-# Write-back: the dirty share of DRAM above which dirty chunks are written out in the background.
+# Write-back: the dirty share of DRAM above which dirty chunks are written, and down to which.
 DIRTY_SHARE_HIGH: Final = 0.5
+DIRTY_SHARE_LOW: Final = 0.3
 
 # At most one log line per message and minute; the rest is counted.
 LOG_INTERVAL_S: Final = 60.0

@@ -17,7 +17,7 @@ from kvtier.cache.fill import Filler
 from kvtier.cache.load import Load, LoadContext
 from kvtier.cache.lookup import Lookup, Shapes
 from kvtier.cache.match import Pending, Ready
-from kvtier.cache.opener import DiskOpener
+from kvtier.cache.opener import VolumeOpener
 from kvtier.cache.planner import check_blocks, check_store
 from kvtier.cache.plans import OpenPlans
 from kvtier.cache.sequence import Sequence
@@ -27,17 +27,18 @@ from kvtier.cache.writeout import Writeout
 from kvtier.clock import SystemClock
 from kvtier.config import CacheConfig, DiskConfig
 from kvtier.constants import CLOSE_DEADLINE_S_DEFAULT, HOUSEKEEPING_S, IO_THREADS_DEFAULT
-from kvtier.interfaces import BlockCodec, Clock
+from kvtier.interfaces import AdmissionPolicy, BlockCodec, Clock
 from kvtier.keys import namespace_digest
 from kvtier.obs.stats import CacheStats, TierCounters, TierStats
-from kvtier.registry import codecs, policies
+from kvtier.registry import admissions, codecs, policies
 from kvtier.tiers.arena import Arena
-from kvtier.tiers.disk.files import LocalFiles
-from kvtier.tiers.disk.shard_files import FileSystem, ShardFiles
-from kvtier.tiers.disk.tier import DiskRecord, DiskTier
-from kvtier.tiers.dram import DramRecord, DramTier, PolicyFactory
+from kvtier.tiers.disk.files import FileSystem, LocalFiles
+from kvtier.tiers.disk.shard_files import ShardFiles
+from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.disk.volume import Volume
+from kvtier.tiers.dram import DramTier
 from kvtier.tiers.memory import ArenaHandle
-from kvtier.types import Blocks, Features, MissReason, Namespace, Plan, Result, Tier
+from kvtier.types import Blocks, ChunkKey, Features, MissReason, Namespace, Plan, Result, Tier
 
 _log = logging.getLogger("kvtier.disk")
 
@@ -72,24 +73,31 @@ class Cache:
         self._lock = threading.Lock()
         self._closed = False
         self._counters = {Tier.DRAM: TierCounters(), Tier.DISK: TierCounters()}
-        self._epochs = Epochs()
+        paths = config.disk.paths if config.disk else ()
+        self._epochs = Epochs(len(paths))
         self._loads: set[Load] = set()
         self._plans = OpenPlans()
         self._arena = Arena(config.dram_bytes, slab_bytes=config.slab_bytes, shared=config.shared)
         self._dram = DramTier(self._arena, policy, self._clock, self._left_dram)
         self._executor = Executor(
-            self._clock, read_threads=IO_THREADS_DEFAULT, tick=self._tick, tick_s=HOUSEKEEPING_S
+            self._clock,
+            read_threads=IO_THREADS_DEFAULT,
+            lanes=len(paths),
+            tick=self._tick,
+            tick_s=HOUSEKEEPING_S,
         )
         self._disk: DiskTier | None = None
         self._state_log: StateLog | None = None
         self._filler: Filler | None = None
         self._writeout: Writeout | None = None
-        self._opener: DiskOpener | None = (
-            self._add_disk(config.disk, policy, files or LocalFiles()) if config.disk else None
-        )
+        self._openers: tuple[VolumeOpener, ...] = ()
+        if config.disk is not None:
+            self._openers = self._add_disk(config.disk, files or LocalFiles())
         self._pending_until = self._clock.now() + config.pending_deadline_s
         self._shapes = Shapes(codec)
-        self._lookup = Lookup(self._dram, self._disk, self._filler, self._shapes, self._counters)
+        self._lookup = Lookup(
+            self._dram, self._disk, self._filler, self._writeout, self._shapes, self._counters
+        )
         self._storer = Storer(
             self._dram,
             self._disk,
@@ -112,26 +120,41 @@ class Cache:
             plans=self._plans,
         )
         self._executor.start()
-        if self._opener is not None:
-            self._opener.wait_for_epochs()
+        for opener in self._openers:
+            opener.wait_for_epochs()
 
-    def _add_disk(self, config: DiskConfig, policy: PolicyFactory, files: FileSystem) -> DiskOpener:
+    def _add_disk(self, config: DiskConfig, files: FileSystem) -> tuple[VolumeOpener, ...]:
         """Make the disk tier and what works for it; it is not open yet."""
-        shard_files = ShardFiles(config.path, config.durability, files)
-        self._disk = DiskTier(config, shard_files, policy, self._clock, self._left_disk)
+        share = config.capacity_bytes // len(config.paths)
+        volumes = [
+            Volume(number, ShardFiles(path, config.durability, files), share, self._clock)
+            for number, path in enumerate(config.paths)
+        ]
+        policy, counters = policies.load(config.policy), self._counters[Tier.DISK]
+        disk = DiskTier(volumes, policy, self._clock, self._left_disk)
+        work = (self._executor, self._lock, counters, self._clock)
+        admission: AdmissionPolicy = admissions.load(config.admission)(config.capacity_bytes)
+        if config.write_bytes_per_day:
+            from kvtier.admission.budget import Budgeted, WriteBudget
+
+            admission = Budgeted(admission, WriteBudget(config.write_bytes_per_day))
+        self._disk = disk
         self._state_log = StateLog(config.path)
-        work = (self._executor, self._lock, self._counters[Tier.DISK])
-        tiers = (self._dram, self._disk, shard_files)
-        self._filler = Filler(*tiers, *work, self._clock)
-        self._writeout = Writeout(*tiers, *work, self._clock, config.mode)
-        return DiskOpener(
-            self._disk,
-            shard_files,
-            *work,
-            self._epochs,
-            self._clock,
-            config.durability,
-            self._writeout.pump,
+        self._filler = Filler(self._dram, disk, *work)
+        self._writeout = writeout = Writeout(self._dram, disk, *work, config.mode, admission)
+        return tuple(
+            VolumeOpener(
+                disk,
+                volume,
+                self._executor,
+                self._lock,
+                counters,
+                self._epochs,
+                self._clock,
+                config.durability,
+                writeout.pump,
+            )
+            for volume in volumes
         )
 
     @property
@@ -253,8 +276,8 @@ class Cache:
             for load in self._loads:
                 if load.of(root):
                     load.end(MissReason.ABSENT)
-        if self._opener is not None:
-            self._opener.save_epochs()
+        for opener in self._openers:
+            opener.save_epochs()
         return epoch
 
     def stats(self) -> CacheStats:
@@ -296,8 +319,8 @@ class Cache:
             if self._writeout is not None:
                 self._writeout.flush()
         self._executor.close(timeout_s)
-        if self._opener is not None:
-            self._opener.close()
+        for opener in self._openers:
+            opener.close()
         with self._lock:
             self._arena.close()
 
@@ -331,30 +354,34 @@ class Cache:
             detail=detail,
             capacity_bytes=disk.capacity_bytes,
             used_bytes=disk.used_bytes,
-            chunks=len(disk.index),
+            chunks=len(disk),
             pinned_chunks=disk.index.pinned_count,
             quarantined_files=disk.quarantined_count,
             counters=self._counters[Tier.DISK].copy(),
+            index_bytes=sum(volume.files.index_bytes for volume in disk.volumes),
         )
 
-    def _left_dram(self, record: DramRecord) -> None:
+    def _left_dram(self, key: ChunkKey) -> None:
         self._counters[Tier.DRAM].evicted_chunks += 1
         if self._writeout is not None:
-            self._writeout.drop(record.entry.key)
+            self._writeout.drop(key)
 
-    def _left_disk(self, record: DiskRecord) -> None:
-        del record
+    def _left_disk(self, key: ChunkKey) -> None:
         self._counters[Tier.DISK].evicted_chunks += 1
+        if self._writeout is not None:
+            self._writeout.left_disk(key)
 
     def _tick(self) -> None:
         with self._lock:
             self._loads = {load for load in self._loads if load.outcome is None}
             for load in self._loads:
                 load.keep_deadline()
-            if self._opener is not None:
-                self._opener.tick()
+            for opener in self._openers:
+                opener.tick()
             if self._writeout is not None:
                 self._writeout.pump()
+            if self._disk is not None:
+                self._disk.trim()
             line = self._state_line()
         if line is not None:
             _log.warning("%s", line)

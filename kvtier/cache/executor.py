@@ -70,14 +70,24 @@ class Executor:
     """
 
     def __init__(
-        self, clock: Clock, *, read_threads: int, tick: Callable[[], None], tick_s: float
+        self,
+        clock: Clock,
+        *,
+        read_threads: int,
+        lanes: int,
+        tick: Callable[[], None],
+        tick_s: float,
     ) -> None:
+        """``lanes`` is how many devices are written to, each by a thread of its own."""
         self._clock = clock
         self._tick = tick
         self._tick_s = tick_s
         self._readers = ThreadPool("kvtier-read", read_threads)
-        # One writer: what a write displaces is unlinked before it, in the order of reservations.
-        self._writer = ThreadPool("kvtier-write", 1)
+        # One writer a device: what a write displaces is unlinked before it, in the order of
+        # reservations.
+        self._writers = [ThreadPool(f"kvtier-write-{lane}", 1) for lane in range(lanes)]
+        # What can be prepared while a device is busy is, by one thread: it is bound by memory.
+        self._ahead = ThreadPool("kvtier-ahead", 1)
         self._running: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="kvtier-loop", daemon=True)
@@ -105,14 +115,19 @@ class Executor:
 
     def write(
         self,
+        lane: int,
         work: Callable[[], T],
         done: Callable[[T | Fault], None],
         *,
         deadline: float,
         late: Callable[[T | Fault], None],
     ) -> None:
-        """As ``read``, in the writing thread: one after the other, in the order of the calls."""
-        self._start(self._writer, work, done, deadline, late)
+        """As ``read``, in the lane's thread: one after the other, in the order of the calls."""
+        self._start(self._writers[lane], work, done, deadline, late)
+
+    def prepare(self, work: Callable[[], T]) -> Future[T]:
+        """Run what a later write will wait for; the write takes the future's result."""
+        return self._ahead.submit(work)
 
     def close(self, timeout_s: float) -> None:
         """Stop ticking, wait for work as long as allowed (what it starts included), end."""
@@ -122,8 +137,8 @@ class Executor:
         asyncio.run_coroutine_threadsafe(self._drain(timeout_s), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._readers.close(0.1)
-        self._writer.close(0.1)
+        for pool in (self._readers, self._ahead, *self._writers):
+            pool.close(0.1)
         self._loop.close()
 
     def _start(

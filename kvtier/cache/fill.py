@@ -12,8 +12,9 @@ from kvtier.constants import LATE_JOBS_MAX
 from kvtier.errors import DeadlineError, ShardError
 from kvtier.interfaces import Clock
 from kvtier.obs.stats import TierCounters
-from kvtier.tiers.disk.shard_files import DirectoryLostError, Expected, ShardFiles
-from kvtier.tiers.disk.tier import DiskPlace, DiskRecord, DiskTier
+from kvtier.tiers.disk.shard_files import DirectoryLostError, Expected
+from kvtier.tiers.disk.tier import DiskRecord, DiskTier
+from kvtier.tiers.disk.volume import DiskPlace
 from kvtier.tiers.dram import DramRecord, DramTier
 from kvtier.tiers.index import Lease
 from kvtier.types import ChunkKey, Entry, MissReason, ShardId
@@ -44,7 +45,6 @@ class Filler:
         self,
         dram: DramTier,
         disk: DiskTier,
-        files: ShardFiles,
         executor: Executor,
         lock: threading.Lock,
         counters: TierCounters,
@@ -52,7 +52,6 @@ class Filler:
     ) -> None:
         self._dram = dram
         self._disk = disk
-        self._files = files
         self._executor = executor
         self._lock = lock
         self._counters = counters
@@ -91,6 +90,7 @@ class Filler:
 
     def _reading(self, fill: Fill, shape: ChunkShape) -> Callable[[], None]:
         """Return the blocking work of a fill; it owns the slots until it ends."""
+        files = self._disk.volume_of(fill.source).files
         jobs = [
             (
                 fill.source.places[shard].path,
@@ -117,7 +117,7 @@ class Filler:
                         fill.verified[shard] = sections
 
                 try:
-                    self._files.read(path, slot, expected, progress)
+                    files.read(path, slot, expected, progress)
                 except ShardError:
                     fill.failed_shard = expected.shard
                     raise
@@ -125,16 +125,17 @@ class Filler:
         return read_shards
 
     def _settle(self, fill: Fill, outcome: Fault | None) -> None:
+        volume = self._disk.volume_of(fill.source)
         with self._lock:
             del self._running[fill.record.entry.key]
             if isinstance(outcome, DeadlineError):
                 fill.failure = MissReason.DEADLINE
                 self.late_count += 1
-                self._disk.read_failed(outcome)
+                volume.read_failed(outcome)
                 self._dram.abandon(fill.record)
                 return
             if outcome is None:
-                self._disk.read_succeeded()
+                volume.read_succeeded()
                 self._counters.read_bytes += fill.source.entry.nbytes
                 self._counters.read_latency.observe(self._clock.now() - fill.started)
                 self._dram.commit(fill.record)
@@ -148,8 +149,9 @@ class Filler:
         # A directory that is gone may come back with all that it holds.
         lost = isinstance(fault, DirectoryLostError)
         held = self._disk.index.get(fill.source.entry.key) is fill.source
+        volume = self._disk.volume_of(fill.source)
         if isinstance(fault, ShardError):
-            self._disk.read_succeeded()
+            volume.read_succeeded()
             self._counters.corrupt_shards += 1
             if held and fill.failed_shard is not None:
                 self._disk.condemn(fill.source, fill.failed_shard)
@@ -159,7 +161,7 @@ class Filler:
                 self._disk.forget(fill.source)
             return MissReason.ABSENT
         self._counters.io_errors += 1
-        self._disk.read_failed(fault)
+        volume.read_failed(fault)
         return MissReason.IO_ERROR
 
     def _end_late(self, fill: Fill) -> None:

@@ -23,7 +23,8 @@ from kvtier.cache.plans import OpenPlans
 from kvtier.constants import LOAD_CHUNKS_INFLIGHT_MAX
 from kvtier.interfaces import Clock
 from kvtier.obs.stats import TierCounters
-from kvtier.tiers.disk.tier import DiskPlace, DiskRecord, DiskTier
+from kvtier.tiers.disk.tier import DiskRecord, DiskTier
+from kvtier.tiers.disk.volume import DiskPlace
 from kvtier.tiers.dram import DramRecord, DramTier
 from kvtier.tiers.index import Lease
 from kvtier.types import (
@@ -146,7 +147,7 @@ class Load:
         """Pin what the match found, as far as it is still there; under the cache's lock."""
         for index, piece in enumerate(self._pieces):
             record = self._context.dram.index.ready(piece.key)
-            source = self._context.disk.index.ready(piece.key) if self._context.disk else None
+            source = self._context.disk.ready(piece.key) if self._context.disk else None
             if record is not None:
                 if not self._hold(index, piece, record):
                     break
@@ -227,7 +228,7 @@ class Load:
             return self._hold(index, piece, record)
         piece.fill = filler.running(piece.key)
         if piece.fill is None:
-            source = disk.index.ready(piece.key)
+            source = disk.ready(piece.key)
             if source is None or not filler.available():
                 gone = source is None
                 self._fail_from(index, MissReason.ABSENT if gone else MissReason.UNAVAILABLE)
@@ -248,7 +249,7 @@ class Load:
         dram = self._context.dram
         while (fill := filler.start(source, self._shape, self._deadline)) is None:
             done = (piece.key for piece in reversed(self._pieces) if piece.complete)
-            if not dram.give_way(done, disk.index):
+            if not dram.give_way(done, disk.shards):
                 return None
         return fill
 

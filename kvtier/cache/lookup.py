@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from kvtier.cache.fill import Filler
 from kvtier.cache.match import Ready
 from kvtier.cache.planner import ChunkShape, chunk_shape, present_groups, usable_chunks
 from kvtier.cache.sequence import Sequence
+from kvtier.cache.writeout import Writeout
 from kvtier.interfaces import BlockCodec
 from kvtier.obs.stats import TierCounters
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.dram import DramTier
-from kvtier.types import ChunkHit, KVLayout, MissReason, Tier
+from kvtier.types import ChunkHit, KVLayout, MissReason, ShardId, Tier
 
 _SHAPES_MAX = 64
 
@@ -40,12 +43,14 @@ class Lookup:
         dram: DramTier,
         disk: DiskTier | None,
         filler: Filler | None,
+        writeout: Writeout | None,
         shapes: Shapes,
         counters: dict[Tier, TierCounters],
     ) -> None:
         self._dram = dram
         self._disk = disk
         self._filler = filler
+        self._writeout = writeout
         self._shapes = shapes
         self._counters = counters
 
@@ -59,21 +64,29 @@ class Lookup:
         present: list[frozenset[int]] = []
         for key in sequence.chunk_keys:
             record = self._dram.index.ready(key)
-            source = disk.index.ready(key) if record is None and disk is not None else None
-            found = record or source
-            if found is None:
+            if record is not None:
+                shards: Collection[ShardId] = record.places.keys()
+            elif disk is None or not (shards := disk.shards(key)):
                 break
-            shards = found.places.keys()
-            present.append(every if shards == whole else present_groups(layout, shards))
+            present.append(every if whole == shards else present_groups(layout, shards))
             hits.append(ChunkHit(key, Tier.DRAM if record is not None else Tier.DISK))
         return tuple(hits[: usable_chunks(layout, present)])
 
     def touch(self, match: Ready) -> None:
-        """Note an access to all that a match found, the deepest chunk first."""
+        """Note a request's access to all that a match found, the deepest chunk first; once."""
+        sequence = match.sequence
+        if sequence.touched:
+            return
+        sequence.touched = True
         keys = [hit.key for hit in reversed(match.hits)]
-        self._dram.touch(keys, match.sequence.features)
-        if self._disk is not None:
-            self._disk.touch(keys, match.sequence.features)
+        self._dram.touch(keys, sequence.features)
+        if self._disk is None or self._writeout is None:
+            return
+        self._disk.touch(keys, sequence.features)
+        shape = self._shapes.of(sequence.namespace.layout)
+        for hit in match.hits:  # Parents first: where a parent is not written, no child is.
+            if self._dram.index.ready(hit.key) is not None:
+                self._writeout.add(hit.key, shape, sequence.features)
 
     def count(self, match: Ready, start_token: int, end_token: int) -> None:
         """Count the whole chunks between two tokens that each tier was asked for in vain."""

@@ -1,33 +1,41 @@
-"""Opening the disk tier in the background, again and again until it works, and its upkeep."""
+"""Opening a directory of the disk tier, again and again until it works, and its upkeep."""
 
 from __future__ import annotations
 
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvtier.cache.epochs import Epochs
 from kvtier.cache.executor import Executor, Fault
 from kvtier.config import Durability
-from kvtier.constants import EPOCHS_WAIT_S_MAX, GROUP_COMMIT_S
+from kvtier.constants import EPOCHS_WAIT_S_MAX, GROUP_COMMIT_S, SWEEP_LOCK_FILES, SWEEP_SLICES
 from kvtier.errors import TierUnavailableError
 from kvtier.interfaces import Clock
 from kvtier.obs.stats import TierCounters
+from kvtier.tiers.disk.cold import ColdTable
 from kvtier.tiers.disk.epoch_file import load_epochs, save_epochs
-from kvtier.tiers.disk.shard_files import DirectoryLostError, Found, ShardFiles
+from kvtier.tiers.disk.files import FileInfo
+from kvtier.tiers.disk.scan import Scanned
+from kvtier.tiers.disk.shard_files import DirectoryLostError, Found
 from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.disk.volume import Volume
 
 _log = logging.getLogger("kvtier.disk")
 
 
-class DiskOpener:
-    """Brings the disk tier up and keeps its group commits. ``tick`` under the cache's lock."""
+class VolumeOpener:
+    """Brings one directory up and keeps it in order. ``tick`` under the cache's lock.
+
+    One thing at a time, the most urgent first: open, epochs, group commit, a probe where reads
+    have failed, and after an open a sweep for files that the index at rest did not know.
+    """
 
     def __init__(
         self,
         disk: DiskTier,
-        files: ShardFiles,
+        volume: Volume,
         executor: Executor,
         lock: threading.Lock,
         counters: TierCounters,
@@ -36,9 +44,10 @@ class DiskOpener:
         durability: Durability,
         on_open: Callable[[], None],
     ) -> None:
-        """``on_open`` is called under the cache's lock each time the disk has come up."""
+        """``on_open`` is called under the cache's lock each time the directory has come up."""
         self._disk = disk
-        self._files = files
+        self._volume = volume
+        self._files = volume.files
         self._executor = executor
         self._lock = lock
         self._counters = counters
@@ -50,29 +59,26 @@ class DiskOpener:
         self._epochs_known = threading.Event()
         self._busy = False
         self._next_commit = clock.now()
+        self._swept = SWEEP_SLICES  # Slices of the present sweep that are done.
 
     def tick(self) -> None:
-        """Start an open, a save of epochs or a group commit when one is due."""
+        """Start what is due."""
+        volume = self._volume
         if self._busy:
             return
-        if self._disk.open_due():
+        if volume.open_due:
+            self._write(self._open, self._settle_open)
+        elif volume.opened and self._epochs.unsaved(volume.number) and volume.writable:
+            self._write(self._save, self._settle_save)
+        elif self._groups and volume.opened and self._clock.now() >= self._next_commit:
+            self._write(self._files.commit_group, self._settle_commit)
+        elif volume.read_probe_due:
             self._busy = True
-            self._executor.write(
-                self._open, self._settle_open, deadline=math.inf, late=self._settle_open
-            )
-        elif self._disk.opened and self._epochs.unsaved and self._disk.writable():
-            self._busy = True
-            self._executor.write(
-                self._save, self._settle_save, deadline=math.inf, late=self._settle_save
-            )
-        elif self._groups and self._disk.opened and self._clock.now() >= self._next_commit:
-            self._busy = True
-            self._executor.write(
-                self._files.commit_group,
-                self._settle_commit,
-                deadline=math.inf,
-                late=self._settle_commit,
-            )
+            deadline = self._clock.now() + EPOCHS_WAIT_S_MAX
+            probe, settle = self._files.probe, self._settle_probe
+            self._executor.read(probe, settle, deadline=deadline, late=settle)
+        elif volume.writable and self._swept < SWEEP_SLICES:
+            self._write(self._sweep, self._settle_sweep)
 
     def wait_for_epochs(self) -> None:
         """Block until the first open has read the epochs or failed, for a bounded time."""
@@ -81,7 +87,7 @@ class DiskOpener:
     def save_epochs(self) -> None:
         """Write the present epochs; blocks. Raises ``TierUnavailableError``."""
         with self._lock:
-            opened = self._disk.opened
+            opened = self._volume.opened
         if not opened:
             raise TierUnavailableError("the disk tier is not open; the epoch is kept in memory")
         try:
@@ -94,63 +100,102 @@ class DiskOpener:
         try:
             if self._groups:
                 self._files.commit_group()
-            if self._epochs.unsaved:
+            if self._volume.opened:
+                chores = self._volume.take_chores()
+                self._volume.do(chores)
+                self._files.note(chores.changes())
+            if self._epochs.unsaved(self._volume.number):
                 self._save()
         except OSError as error:
             _log.warning("not everything was synced at the end: %s", error)
         self._files.close()
 
+    def _write(self, work: Callable[[], object], settle: Callable[..., None]) -> None:
+        self._busy = True
+        self._executor.write(self._volume.number, work, settle, deadline=math.inf, late=settle)
+
     def _save(self) -> None:
         # Not the cache's lock: that is never held over I/O. A later snapshot is never overtaken.
         with self._saving:
             with self._lock:
-                epochs, floor = self._epochs.snapshot()
+                snapshot = self._epochs.snapshot()
             if not self._files.attached():
                 raise DirectoryLostError(self._files.root)
-            save_epochs(self._files.root, epochs, floor)
+            save_epochs(self._files.root, snapshot.epochs, snapshot.floor)
             with self._lock:
-                self._epochs.saved(epochs)
+                self._epochs.saved(self._volume.number, snapshot)
 
-    def _open(self) -> Found:
-        # Before the headers of all shards are read: sequences that begin meanwhile need the epoch.
+    def _open(self) -> tuple[Found, ColdTable]:
+        # Before the index is read: sequences that begin meanwhile need the epoch.
+        number = self._volume.number
         early = load_epochs(self._files.root)
         with self._lock:
-            self._epochs.merge(early.epochs, early.floor)
+            self._epochs.merge(number, early.epochs, early.floor)
         self._epochs_known.set()
         found = self._files.open()
         with self._saving:
             # Now nobody else writes here.
             stored = load_epochs(self._files.root)
             with self._lock:
-                newer_here = self._epochs.merge(stored.epochs, stored.floor)
-                epochs, floor = self._epochs.snapshot()
-            if newer_here or stored.damaged:
-                save_epochs(self._files.root, epochs, floor)
+                self._epochs.merge(number, stored.epochs, stored.floor)
+                snapshot = self._epochs.snapshot()
+                unsaved = self._epochs.unsaved(number)
+            if unsaved or stored.damaged:
+                save_epochs(self._files.root, snapshot.epochs, snapshot.floor)
             with self._lock:
-                self._epochs.saved(epochs)
-        return found
+                self._epochs.saved(number, snapshot)
+        return found, self._disk.cold_table(number, found)
 
-    def _settle_open(self, outcome: Found | Fault) -> None:
+    def _settle_open(self, outcome: tuple[Found, ColdTable] | Fault) -> None:
         self._epochs_known.set()
         with self._lock:
             self._busy = False
-            if isinstance(outcome, Found):
-                self._counters.corrupt_shards += outcome.corrupt_count
-                self._disk.adopt(outcome)
-                _log.info("disk tier open: %d chunks", len(self._disk.index))
-                self._on_open()
-            else:
-                self._disk.open_failed(outcome)
+            if not isinstance(outcome, tuple):
+                self._volume.open_failed(outcome)
+                return
+            found, table = outcome
+            self._counters.corrupt_shards += len(found.scanned.corrupt) if found.scanned else 0
+            self._disk.adopt(self._volume.number, found, table)
+            self._swept = 0 if found.scanned is None else SWEEP_SLICES
+            _log.info("disk tier open: %d chunks in %s", len(found.rows), self._files.root)
+            self._on_open()
 
     def _settle_save(self, outcome: Fault | None) -> None:
         with self._lock:
             self._busy = False
             if outcome is not None:
-                self._disk.write_failed(outcome)
+                self._volume.write_failed(outcome)
 
     def _settle_commit(self, outcome: Fault | None) -> None:
+        self._next_commit = self._clock.now() + GROUP_COMMIT_S
+        self._settle_save(outcome)
+
+    def _settle_probe(self, outcome: Fault | None) -> None:
         with self._lock:
             self._busy = False
-            self._next_commit = self._clock.now() + GROUP_COMMIT_S
-            if outcome is not None:
-                self._disk.write_failed(outcome)
+            if outcome is None:
+                self._volume.read_succeeded()
+            else:
+                self._volume.read_failed(outcome)
+
+    def _sweep(self) -> Scanned:
+        return self._files.sweep(self._swept, self._unknown)
+
+    def _unknown(self, files: Sequence[FileInfo]) -> list[FileInfo]:
+        """Ask the books for the files that they do not know, a few at a time under the lock."""
+        unknown: list[FileInfo] = []
+        for start in range(0, len(files), SWEEP_LOCK_FILES):
+            with self._lock:
+                some = files[start : start + SWEEP_LOCK_FILES]
+                unknown += self._disk.unknown(self._volume.number, some)
+        return unknown
+
+    def _settle_sweep(self, outcome: Scanned | Fault) -> None:
+        with self._lock:
+            self._busy = False
+            if isinstance(outcome, Scanned):
+                self._swept += 1
+                self._counters.corrupt_shards += len(outcome.corrupt)
+                self._disk.take_in(self._volume.number, outcome)
+            else:
+                self._volume.write_failed(outcome)

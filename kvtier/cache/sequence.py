@@ -30,6 +30,7 @@ class Sequence:
         self._chunk_bytes = namespace.layout.chunk_tokens * TOKEN_BYTES
         self._chunk_keys: list[ChunkKey] = []
         self._unfinished = b""
+        self.touched = False  # Whether its request was noted as an access to what was found.
 
     @property
     def namespace(self) -> Namespace:

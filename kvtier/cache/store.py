@@ -88,29 +88,27 @@ class Storer:
         return plan
 
     def _held(self, key: ChunkKey, shape: ChunkShape) -> bool:
-        """Tell whether a chunk needs no store; one that disk lost gets another chance there."""
+        """Tell whether a chunk needs no store."""
         record = self._dram.index.get(key)
         if record is not None:
             if self._dram.index.ready(key) is None or record.pins:
                 return True
             if record.places.keys() == shape.layouts.keys():
-                if self._writeout is not None:
-                    self._writeout.add(key, shape)
                 return True
             self._dram.leave(record)  # It came from a disk that had lost a shard of it.
-        source = self._disk.index.ready(key) if self._disk is not None else None
-        return source is not None and source.places.keys() == shape.layouts.keys()
+        below = self._disk.shards(key) if self._disk is not None else ()
+        return set(below) == shape.layouts.keys()
 
     def _reserve(self, sequence: Sequence, chunk: int, shape: ChunkShape) -> DramRecord | None:
         if self.inflight_count >= STORE_CHUNKS_INFLIGHT_MAX:
             self._counters.refused_chunks[MissReason.UNAVAILABLE] += 1
             return None
         key, parent = sequence.chunk_keys[chunk], sequence.entry_parent(chunk)
-        entry = Entry(key, parent, shape.chunk_bytes, chunk)
+        entry = Entry(key, parent, shape.chunk_bytes, chunk, sequence.features)
         record = self._dram.reserve(entry, sequence.root, self._codec, shape.sizes)
         if record is None and self._disk is not None and entry.nbytes <= self._dram.capacity_bytes:
             before = reversed(sequence.chunk_keys[:chunk])
-            while record is None and self._dram.give_way(before, self._disk.index):
+            while record is None and self._dram.give_way(before, self._disk.shards):
                 record = self._dram.reserve(entry, sequence.root, self._codec, shape.sizes)
         if record is None:
             self._counters.refused_chunks[MissReason.NO_ROOM] += 1
@@ -126,4 +124,4 @@ class Storer:
             self._dram.commit(record)
             self._counters.written_bytes += record.entry.nbytes
             if self._writeout is not None:
-                self._writeout.add(record.entry.key, shape)
+                self._writeout.add(record.entry.key, shape, record.entry.features)

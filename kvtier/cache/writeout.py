@@ -1,33 +1,36 @@
-"""Bringing chunks from DRAM to disk: what is dirty, in which order, and how it went.
+"""Bringing chunks from DRAM to disk: which, in which order, and how it went.
 
-``through`` writes a chunk as soon as it is stored, ``back`` when dirty chunks take more than
-their share of DRAM. Either way few writes are out at a time and each pins its chunk; what waits
+An admission says what is worth a write. ``through`` then writes a chunk as soon as it is stored;
+``back`` waits until such chunks take more than the high share of DRAM and writes until they take
+less than the low one. Either way few writes are out at a time and each pins its chunk; what waits
 stays evictable, so a slow disk costs dropped chunks (counted), never memory or waiting.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtier.cache.executor import Executor, Fault
 from kvtier.cache.planner import ChunkShape
 from kvtier.config import WriteMode
-from kvtier.constants import DIRTY_SHARE_HIGH, WRITE_DEADLINE_S, WRITES_INFLIGHT_MAX
+from kvtier.constants import (
+    DIRTY_SHARE_HIGH,
+    DIRTY_SHARE_LOW,
+    WRITE_DEADLINE_S,
+    WRITES_INFLIGHT_MAX,
+)
 from kvtier.errors import DeadlineError
-from kvtier.interfaces import Clock
+from kvtier.interfaces import AdmissionPolicy, Clock
 from kvtier.obs.stats import TierCounters
-from kvtier.shard_format import ShardDescription
-from kvtier.tiers.disk.shard_files import ShardFiles
-from kvtier.tiers.disk.tier import Chores, DiskRecord, DiskTier
+from kvtier.shard_format import ShardDescription, seal
+from kvtier.tiers.disk.tier import DiskRecord, DiskTier
+from kvtier.tiers.disk.volume import Chores, Volume
 from kvtier.tiers.dram import DramRecord, DramTier
-from kvtier.types import ChunkKey, MissReason
-
-_log = logging.getLogger("kvtier.writeout")
+from kvtier.types import ChunkKey, Features, MissReason, ShardId
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,16 @@ class _Dirty:
     number: int
 
 
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """What is out at one directory."""
+
+    volume: Volume
+    chores_out: bool = False
+    # Why room was not made; set by the writing thread, cleared when nothing is out there.
+    no_room_made: OSError | None = None
+
+
 class Writeout:
     """Owns the set of dirty chunks. Used under the cache's lock, which its callbacks take."""
 
@@ -45,42 +58,57 @@ class Writeout:
         self,
         dram: DramTier,
         disk: DiskTier,
-        files: ShardFiles,
         executor: Executor,
         lock: threading.Lock,
         counters: TierCounters,
         clock: Clock,
         mode: WriteMode,
+        admission: AdmissionPolicy,
     ) -> None:
         self._dram = dram
         self._disk = disk
-        self._files = files
         self._executor = executor
         self._lock = lock
         self._counters = counters
         self._clock = clock
         self._write_all = mode is WriteMode.THROUGH
+        self._admission = admission
+        self._draining = False
         self._dirty: dict[ChunkKey, _Dirty] = {}  # oldest first
         self._numbers = itertools.count()
         self._dirty_bytes = 0
-        self._chores_out = False
-        # Why room was not made; set by the writing thread, cleared when nothing is out there.
-        self._no_room_made: OSError | None = None
-        self.inflight_count = 0
+        self._lanes = [_Lane(volume) for volume in disk.volumes]
 
     @property
     def dirty_count(self) -> int:
         """Chunks in DRAM that are to be written and are not being written yet."""
         return len(self._dirty)
 
-    def add(self, key: ChunkKey, shape: ChunkShape) -> None:
-        """Note that a chunk, whole and ready in DRAM, belongs on disk too."""
-        held = self._disk.index.ready(key)
-        if held is not None and held.places.keys() != shape.layouts.keys():
-            self._disk.forget(held)  # It has lost a shard; the whole chunk takes its place.
-        if key not in self._dirty and self._disk.index.get(key) is None:
+    @property
+    def inflight_count(self) -> int:
+        """Chunks that are being written."""
+        return sum(lane.volume.writing_count for lane in self._lanes)
+
+    def add(self, key: ChunkKey, shape: ChunkShape, features: Features) -> None:
+        """Note an access to a chunk, whole and ready in DRAM: it may belong on disk too."""
+        self._disk.displace(key, shape.layouts.keys())
+        if key in self._dirty:
+            return
+        now = self._clock.now()
+        if self._disk.holds(key):
+            self._admission.touch(key, now, features)
+            return
+        record = self._dram.index.ready(key)
+        assert record is not None, "what may be written is ready in DRAM"
+        if record.places.keys() == shape.layouts.keys() and self._admission.offer(
+            replace(record.entry, features=features), now
+        ):
             self._dirty[key] = _Dirty(shape, next(self._numbers))
             self._dirty_bytes += shape.chunk_bytes
+
+    def left_disk(self, key: ChunkKey) -> None:
+        """Note that the disk gave a chunk up."""
+        self._admission.left(key, self._clock.now())
 
     def drop(self, key: ChunkKey) -> None:
         """Note that a chunk leaves DRAM; if it was dirty it is lost, and counted."""
@@ -94,20 +122,23 @@ class Writeout:
 
     def pump(self) -> None:
         """Start as many writes as may be out; else the chores that wait for no write."""
-        while self._dirty and self.inflight_count < WRITES_INFLIGHT_MAX and self._disk.writable():
-            enough = self._write_all or self._dirty_bytes > self._high_bytes
-            if not enough and not self._disk.probe_due():
+        while self._dirty and self._disk.writable():
+            if not self._enough() and not any(lane.volume.write_probe_due for lane in self._lanes):
                 break
             key = next(iter(self._dirty))
             dirty = self._take(key)
             assert dirty is not None, "taken from what is dirty"
             self._start(key, dirty)
-        if self.inflight_count == 0 and not self._chores_out and self._disk.writable():
-            self._start_chores()
+        for lane in self._lanes:
+            volume = lane.volume
+            if volume.writing_count == 0 and not lane.chores_out and volume.writable:
+                self._start_chores(lane)
 
-    @property
-    def _high_bytes(self) -> float:
-        return DIRTY_SHARE_HIGH * self._dram.capacity_bytes
+    def _enough(self) -> bool:
+        """Tell whether to write now. Write-back goes on until little is dirty."""
+        share = self._dirty_bytes / self._dram.capacity_bytes
+        self._draining = share > (DIRTY_SHARE_LOW if self._draining else DIRTY_SHARE_HIGH)
+        return self._write_all or self._draining
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` where the books do not agree with themselves."""
@@ -117,8 +148,9 @@ class Writeout:
         for key in self._dirty:
             if self._dram.index.ready(key) is None:
                 raise AssertionError(f"{key.hex()} is dirty and not in DRAM")
-        if not 0 <= self.inflight_count <= WRITES_INFLIGHT_MAX:
-            raise AssertionError(f"{self.inflight_count} writes are out")
+        for lane in self._lanes:
+            if not 0 <= lane.volume.writing_count <= WRITES_INFLIGHT_MAX:
+                raise AssertionError(f"{lane.volume.writing_count} writes are out")
 
     def _take(self, key: ChunkKey) -> _Dirty | None:
         dirty = self._dirty.pop(key, None)
@@ -129,37 +161,40 @@ class Writeout:
     def _start(self, key: ChunkKey, dirty: _Dirty) -> None:
         source = self._dram.index.ready(key)
         assert source is not None, "a dirty chunk is ready in DRAM"
-        if self._disk.index.get(key) is not None:
+        if self._disk.holds(key):
             return
         sizes = dirty.shape.sizes
         target = self._disk.reserve(source.entry, source.namespace, source.codec, sizes)
         if target is None:
             self._counters.refused_chunks[MissReason.NO_ROOM] += 1
             return
+        lane = self._lanes[self._disk.volume_of(target).number]
         lease = self._dram.index.lease([source])
-        chores = self._disk.take_chores()
+        chores = lane.volume.take_chores()
         started = self._clock.now()
-        self.inflight_count += 1
 
         def settle(outcome: Fault | None) -> None:
-            self.inflight_count -= 1
             if outcome is None:
                 self._counters.written_bytes += target.entry.nbytes
                 self._counters.write_latency.observe(self._clock.now() - started)
+                lane.volume.finish_chores(chores)
                 self._disk.commit(target)
             else:
-                self._fail(target, chores, outcome)
+                self._counters.io_errors += 1
+                self._disk.abort(target)
+                lane.volume.return_chores(chores)
+                lane.volume.write_failed(outcome)
             lease.release()
             if outcome is not None and self._dram.index.get(key) is source:
                 self._requeue(key, dirty)
-            self._forgive()
+            self._forgive(lane)
             self.pump()
 
         def done(outcome: Fault | None) -> None:
             with self._lock:
                 if isinstance(outcome, DeadlineError):
                     # The write is still out; it keeps its pins and its place in the count.
-                    self._disk.write_failed(outcome)
+                    lane.volume.write_failed(outcome)
                 else:
                     settle(outcome)
 
@@ -167,47 +202,42 @@ class Writeout:
             with self._lock:
                 settle(outcome)
 
-        work = self._writing(source, target, dirty.shape, chores)
-        self._executor.write(work, done, deadline=started + WRITE_DEADLINE_S, late=late)
+        work = self._writing(lane, source, target, dirty.shape, chores)
+        deadline = started + WRITE_DEADLINE_S
+        self._executor.write(lane.volume.number, work, done, deadline=deadline, late=late)
 
     def _writing(
-        self, source: DramRecord, target: DiskRecord, shape: ChunkShape, chores: Chores
+        self,
+        lane: _Lane,
+        source: DramRecord,
+        target: DiskRecord,
+        shape: ChunkShape,
+        chores: Chores,
     ) -> Callable[[], None]:
-        """Return the blocking work of a write; the source is pinned until it ends."""
-        entry = source.entry
-        jobs = [
-            (
-                target.places[shard].path,
-                self._dram.arena.view(slot),
-                ShardDescription(
-                    chunk=entry.key,
-                    shard=shard,
-                    parent=entry.parent,
-                    position=entry.position,
-                    namespace=source.namespace,
-                    codec=source.codec,
-                    codec_params={},
-                    layout=shape.layouts[shard],
-                    token_count=shape.layouts[shard].tokens,
-                    has_sinks=False,
-                    section_bytes=shape.geometries[shard].section_bytes,
-                ),
-            )
-            for shard, slot in source.places.items()
-        ]
+        """Return the blocking work of a write; the source is pinned until it ends.
+
+        Checksums are made ahead, while the directory's thread still writes what comes before.
+        """
+        slots = {shard: self._dram.arena.view(slot) for shard, slot in source.places.items()}
+        descriptions = {shard: _describe(source, shape, shard) for shard in slots}
+        row = self._disk.row(target)
+
+        def seal_slots() -> None:
+            for shard, description in descriptions.items():
+                seal(slots[shard], description)
+
+        sealed = self._executor.prepare(seal_slots)
 
         def write_shards() -> None:
-            self._do(chores)
-            for path, slot, description in jobs:
-                self._files.write(path, slot, description)
+            try:
+                self._do(lane, chores)
+            finally:
+                sealed.result()  # In any case: until then the slots are written to.
+            for shard, place in target.places.items():
+                lane.volume.files.write(place.path, slots[shard])
+            lane.volume.files.note(chores.changes(row))
 
         return write_shards
-
-    def _fail(self, target: DiskRecord, chores: Chores, fault: Fault) -> None:
-        self._counters.io_errors += 1
-        self._disk.abort(target)
-        self._disk.return_chores(chores)
-        self._disk.write_failed(fault)
 
     def _requeue(self, key: ChunkKey, dirty: _Dirty) -> None:
         """Try a chunk again, and before its descendants, once the disk may be written to."""
@@ -215,42 +245,61 @@ class Writeout:
         self._dirty_bytes += dirty.shape.chunk_bytes
         self._dirty = dict(sorted(self._dirty.items(), key=lambda item: item[1].number))
 
-    def _start_chores(self) -> None:
-        chores = self._disk.take_chores()
-        if not chores.remove and not chores.quarantine:
+    def _start_chores(self, lane: _Lane) -> None:
+        if not lane.volume.chores_due:
             return
-        self._chores_out = True
+        chores = lane.volume.take_chores()
+        lane.chores_out = True
+
+        def work() -> None:
+            self._do(lane, chores)
+            lane.volume.files.note(chores.changes())
 
         def done(outcome: Fault | None) -> None:
             with self._lock:
-                self._chores_out = False
-                if outcome is not None:
-                    self._disk.return_chores(chores)
-                    self._disk.write_failed(outcome)
-                self._forgive()
+                lane.chores_out = False
+                if outcome is None:
+                    lane.volume.finish_chores(chores)
+                else:
+                    lane.volume.return_chores(chores)
+                    lane.volume.write_failed(outcome)
+                self._forgive(lane)
 
-        self._executor.write(lambda: self._do(chores), done, deadline=math.inf, late=done)
+        self._executor.write(lane.volume.number, work, done, deadline=math.inf, late=done)
 
-    def _forgive(self) -> None:
+    def _forgive(self, lane: _Lane) -> None:
         """What starts from now on takes the chores that failed with it."""
-        if self.inflight_count == 0 and not self._chores_out:
-            self._no_room_made = None
+        if lane.volume.writing_count == 0 and not lane.chores_out:
+            lane.no_room_made = None
 
-    def _do(self, chores: Chores) -> None:
+    def _do(self, lane: _Lane, chores: Chores) -> None:
         """Make room; in the writing thread. Raises ``OSError``.
 
         Once it could not be made, all that is out fails: it was given room that is not there.
         """
-        if self._no_room_made is not None:
-            raise OSError(self._no_room_made.errno, "no room was made before") from (
-                self._no_room_made
+        if lane.no_room_made is not None:
+            raise OSError(lane.no_room_made.errno, "no room was made before") from (
+                lane.no_room_made
             )
         try:
-            for place in chores.quarantine:
-                self._files.quarantine(place.path)
-                _log.warning("quarantined %s", place.path)
-            for place in chores.remove:
-                self._files.remove(place.path)
+            lane.volume.do(chores)
         except OSError as error:
-            self._no_room_made = error
+            lane.no_room_made = error
             raise
+
+
+def _describe(source: DramRecord, shape: ChunkShape, shard: ShardId) -> ShardDescription:
+    entry = source.entry
+    return ShardDescription(
+        chunk=entry.key,
+        shard=shard,
+        parent=entry.parent,
+        position=entry.position,
+        namespace=source.namespace,
+        codec=source.codec,
+        codec_params={},
+        layout=shape.layouts[shard],
+        token_count=shape.layouts[shard].tokens,
+        has_sinks=False,
+        section_bytes=shape.geometries[shard].section_bytes,
+    )

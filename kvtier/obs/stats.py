@@ -86,6 +86,13 @@ class TierStats:
     pinned_chunks: int
     quarantined_files: int
     counters: TierCounters
+    index_bytes: int = 0
+
+    @property
+    def write_amplification(self) -> float:
+        """Bytes written to the medium for each byte of chunks: the index at rest comes on top."""
+        written = self.counters.written_bytes
+        return (written + self.index_bytes) / written if written else 1.0
 
 
 @dataclass(frozen=True, slots=True)

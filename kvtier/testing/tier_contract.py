@@ -25,7 +25,7 @@ from kvtier.types import ChunkKey, Entry, Features, ShardId
 CAPACITY_PAGES: Final = 8
 _NAMESPACE: Final = b"n" * 32
 _FEATURES: Final = Features()
-OnEvict = Callable[[Record[Any]], None]
+OnEvict = Callable[[ChunkKey], None]
 
 
 class TierBooks(Protocol):
@@ -66,9 +66,7 @@ class _Bench:
 
     def __init__(self, contract: TierContract) -> None:
         self.left: list[ChunkKey] = []
-        self.tier = contract.make_tier(
-            CAPACITY_PAGES * ALIGN_BYTES, lambda record: self.left.append(record.entry.key)
-        )
+        self.tier = contract.make_tier(CAPACITY_PAGES * ALIGN_BYTES, self.left.append)
         self._contract = contract
 
     def check(self) -> None:

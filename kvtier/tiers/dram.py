@@ -15,8 +15,7 @@ slabs with a chunk that must stay is m slabs and (p + m) n bytes or more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from kvtier.interfaces import Clock, EvictionPolicy
 from kvtier.tiers.arena import Arena
@@ -30,7 +29,7 @@ DramRecord = Record[Slot]
 class DramTier:
     """Owns slots, records and their order of leaving. Used under the cache's lock.
 
-    ``on_evict`` is called with every record that leaves to make room.
+    ``on_evict`` is called with the key of every chunk that leaves to make room.
     """
 
     def __init__(
@@ -38,7 +37,7 @@ class DramTier:
         arena: Arena,
         policy: PolicyFactory,
         clock: Clock,
-        on_evict: Callable[[DramRecord], None],
+        on_evict: Callable[[ChunkKey], None],
     ) -> None:
         self.arena = arena
         self.index: TierIndex[Slot] = TierIndex(self._reclaim)
@@ -106,15 +105,17 @@ class DramTier:
         self._policy.remove(record.entry.key)
         self._evict(record.entry.key)
 
-    def give_way(self, keys: Iterable[ChunkKey], below: TierIndex[Any]) -> bool:
-        """Let the first of ``keys`` leave that nobody has pinned and that ``below`` holds too.
+    def give_way(
+        self, keys: Iterable[ChunkKey], below: Callable[[ChunkKey], Collection[ShardId]]
+    ) -> bool:
+        """Let the first of ``keys`` leave that nobody has pinned and of which ``below`` has shards.
 
         For one long sequence that fills the tier: no policy evicts the ancestors of what comes in,
         but those that a lower tier holds stay reachable. False: none of them could leave.
         """
         for key in keys:
             record = self.index.ready(key)
-            if record is not None and not record.pins and below.ready(key) is not None:
+            if record is not None and not record.pins and below(key):
                 self.leave(record)
                 return True
         return False
@@ -145,7 +146,7 @@ class DramTier:
         assert record.pins == 0, "a pinned chunk never leaves"
         self._touched.pop(key, None)
         self.index.detach(record)
-        self._on_evict(record)
+        self._on_evict(key)
 
     def _reclaim(self, record: DramRecord) -> None:
         for slot in record.places.values():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.config import DiskConfig, Durability
+from kvtier.config import Durability
 from kvtier.constants import ALIGN_BYTES
 from kvtier.policies.lru import LRU
 from kvtier.testing.clock import FakeClock
@@ -16,6 +16,7 @@ from kvtier.tiers.arena import Arena
 from kvtier.tiers.disk.files import LocalFiles
 from kvtier.tiers.disk.shard_files import ShardFiles
 from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.disk.volume import Volume
 from kvtier.tiers.dram import DramTier
 from kvtier.tiers.index import Record
 from kvtier.types import ShardId
@@ -39,12 +40,17 @@ class TestDiskTier(TierContract):
         self.root = str(tmp_path)
 
     def make_tier(self, capacity_bytes: int, on_evict: OnEvict) -> TierBooks:
-        files = ShardFiles(self.root, Durability.NONE, LocalFiles())
-        config = DiskConfig(self.root, capacity_bytes)
-        return DiskTier(config, files, LRU, FakeClock(), on_evict)
+        files, clock = ShardFiles(self.root, Durability.NONE, LocalFiles()), FakeClock()
+        volume = Volume(0, files, capacity_bytes, clock)
+        tier = DiskTier([volume], LRU, clock, on_evict)
+        found = files.open()
+        tier.adopt(0, found, tier.cold_table(0, found))
+        files.close()
+        return tier
 
     def settle(self, tier: Any) -> None:
-        tier.take_chores()
+        for volume in tier.volumes:
+            volume.finish_chores(volume.take_chores())
 
     def leave(self, tier: Any, record: Record[Any]) -> None:
         tier.forget(record)

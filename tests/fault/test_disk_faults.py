@@ -69,7 +69,7 @@ class History:
         try:
             self.lab.shard_files.commit_group()
         except OSError as error:
-            self.lab.tier.write_failed(error)
+            self.lab.volume.write_failed(error)
         else:
             self.durable |= self._written
 
@@ -347,7 +347,7 @@ def test_a_hung_write_holds_up_no_read(hanging: tuple[DiskLab, FaultyFiles, Exec
     gate.wait_for_arrivals()
     overdue = done.get(timeout=30)
     assert isinstance(overdue, DeadlineError)
-    lab.tier.write_failed(overdue)
+    lab.volume.write_failed(overdue)
     assert lab.tier.state[0] == "slow"
     assert lab.tier.readable()
     for name in ("slow", "fast"):

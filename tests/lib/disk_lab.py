@@ -9,18 +9,21 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from kvtier.config import DiskConfig, Durability
+from kvtier.config import Durability
+from kvtier.constants import SWEEP_SLICES
 from kvtier.errors import KVTierError, ShardError
 from kvtier.policies.lru import LRU
-from kvtier.shard_format import ShardDescription, ShardGeometry, shard_geometry
+from kvtier.shard_format import ShardDescription, ShardGeometry, seal, shard_geometry
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.policy_machine import chunk_key
-from kvtier.tiers.disk.files import LocalFiles
-from kvtier.tiers.disk.shard_files import Expected, FileSystem, ShardFiles
-from kvtier.tiers.disk.tier import Chores, DiskRecord, DiskTier, PolicyFactory
+from kvtier.tiers.disk.files import FileInfo, FileSystem, LocalFiles
+from kvtier.tiers.disk.shard_files import Expected, ShardFiles
+from kvtier.tiers.disk.tier import DiskRecord, DiskTier, PolicyFactory
+from kvtier.tiers.disk.volume import Volume
 from kvtier.types import ChunkKey, Entry, Features, ShardId, ShardLayout
 
 NAMESPACE = b"n" * 32
@@ -153,24 +156,24 @@ class DiskLab:
 
     def _build(self) -> None:
         self.shard_files = ShardFiles(self.root, self._durability, self.files)
-        config = DiskConfig(self.root, self.capacity_bytes, self._durability)
-        self.tier = DiskTier(
-            config,
-            self.shard_files,
-            self._policy,
-            self.clock,
-            lambda record: self.evicted.append(record.entry.key),
-        )
+        self.volume = Volume(0, self.shard_files, self.capacity_bytes, self.clock)
+        self.tier = DiskTier([self.volume], self._policy, self.clock, self.evicted.append)
 
     def open(self) -> bool:
-        """Open as the cache does."""
+        """Open as the cache does, and look for what the index did not know."""
         try:
             found = self.shard_files.open()
         except (OSError, KVTierError) as error:
-            self.tier.open_failed(error)
+            self.volume.open_failed(error)
             return False
-        self.corrupt += found.corrupt_count
-        self.tier.adopt(found)
+        self.corrupt += len(found.scanned.corrupt) if found.scanned else 0
+        self.tier.adopt(0, found, self.tier.cold_table(0, found))
+        for number in range(SWEEP_SLICES if found.scanned is None else 0):
+            scanned = self.shard_files.sweep(number, lambda files: self.tier.unknown(0, files))
+            self.corrupt += len(scanned.corrupt)
+            self.tier.take_in(0, scanned)
+        while self.tier.trim():
+            pass
         return True
 
     def restart(self, *, capacity_chunks: int | None = None) -> bool:
@@ -181,6 +184,10 @@ class DiskLab:
         self._build()
         return self.open()
 
+    def lose_index(self) -> None:
+        """Have the next open find out from the files alone what is there."""
+        shutil.rmtree(Path(self.root, "index"))
+
     def close(self) -> None:
         self.shard_files.close()
 
@@ -188,7 +195,7 @@ class DiskLab:
         """Return a chunk's entry, one deeper than its parent if that is on disk."""
         if parent is None:
             return Entry(chunk_key(name), None, self.chunk_bytes, 0)
-        above = self.tier.index.get(chunk_key(parent))
+        above = self.tier.ready(chunk_key(parent))
         position = above.entry.position + 1 if above is not None else 1
         return Entry(chunk_key(name), chunk_key(parent), self.chunk_bytes, position)
 
@@ -198,15 +205,17 @@ class DiskLab:
         target = self.tier.reserve(entry, NAMESPACE, CODEC, self.sizes)
         if target is None:
             return False
-        chores = self.tier.take_chores()
+        chores = self.volume.take_chores()
         try:
-            self.do(chores)
+            self.volume.do(chores)
             self.write_files(target)
+            self.shard_files.note(chores.changes(self.tier.row(target)))
         except (OSError, KVTierError) as error:
             self.tier.abort(target)
-            self.tier.return_chores(chores)
-            self.tier.write_failed(error)
+            self.volume.return_chores(chores)
+            self.volume.write_failed(error)
             return False
+        self.volume.finish_chores(chores)
         self.tier.commit(target)
         return True
 
@@ -215,23 +224,20 @@ class DiskLab:
         for shard, place in target.places.items():
             slot = aligned(place.nbytes)
             fill_slot(slot, target.entry.key, shard)
-            self.shard_files.write(place.path, slot, describe(target.entry, shard))
-
-    def do(self, chores: Chores) -> None:
-        for place in chores.quarantine:
-            self.shard_files.quarantine(place.path)
-        for place in chores.remove:
-            self.shard_files.remove(place.path)
+            seal(slot, describe(target.entry, shard))
+            self.shard_files.write(place.path, slot)
 
     def do_chores(self) -> bool:
         """Do what is due between writes."""
-        chores = self.tier.take_chores()
+        chores = self.volume.take_chores()
         try:
-            self.do(chores)
+            self.volume.do(chores)
+            self.shard_files.note(chores.changes())
         except OSError as error:
-            self.tier.return_chores(chores)
-            self.tier.write_failed(error)
+            self.volume.return_chores(chores)
+            self.volume.write_failed(error)
             return False
+        self.volume.finish_chores(chores)
         return True
 
     def read(self, name: object, before: Callable[[], None] = lambda: None) -> bool:
@@ -239,7 +245,7 @@ class DiskLab:
 
         ``before`` is called while the chunk is pinned and not read yet.
         """
-        source = self.tier.index.ready(chunk_key(name))
+        source = self.tier.ready(chunk_key(name))
         if source is None:
             return False
         lease = self.tier.index.lease([source])
@@ -258,31 +264,38 @@ class DiskLab:
                 )
             except ShardError:
                 self.corrupt += 1
-                self.tier.read_succeeded()
+                self.volume.read_succeeded()
                 self.tier.condemn(source, shard)
                 return False
             except OSError as error:
                 if isinstance(error, FileNotFoundError) and self.shard_files.attached():
                     self.tier.forget(source)
                 else:
-                    self.tier.read_failed(error)
+                    self.volume.read_failed(error)
                 return False
             for section, offset in enumerate(geometry_of(shard).section_offsets):
                 found = bytes(slot[offset : offset + SECTION_BYTES])
                 assert found == section_of(source.entry.key, shard, section), "wrong bytes served"
-        self.tier.read_succeeded()
+        self.volume.read_succeeded()
         return True
 
     def touch(self, *names: object) -> None:
         self.tier.touch([chunk_key(name) for name in names], FEATURES)
 
     def holds(self, *names: object) -> list[bool]:
-        return [self.tier.index.ready(chunk_key(name)) is not None for name in names]
+        return [self.tier.holds(chunk_key(name)) for name in names]
 
     def path_of(self, name: object, group: int = 0) -> Path:
-        record = self.tier.index.ready(chunk_key(name))
+        record = self.tier.ready(chunk_key(name))
         assert record is not None, f"{name} is not on disk"
         return Path(record.places[ShardId(group, 0, 0)].path)
+
+    def known_paths(self) -> set[Path]:
+        """Return the files that the books name, without using any chunk."""
+        every = files_below(self.root, "shards")
+        infos = [FileInfo(str(path), path.stat().st_size, 0.0) for path in every]
+        unknown = {Path(info.path) for info in self.tier.unknown(0, infos)}
+        return {*every} - unknown
 
     def check(self) -> None:
         """Require that books and directory agree, once nothing is left to be done."""
@@ -290,8 +303,8 @@ class DiskLab:
         self.tier.check_integrity()
         assert self.tier.used_bytes == bytes_on_disk(self.root), "the books and the disk differ"
         assert self.tier.used_bytes <= self.capacity_bytes
-        known = {Path(p.path) for record in self.tier.index for p in record.places.values()}
-        assert set(files_below(self.root, "shards")) == known, "an orphan, or a record of nothing"
+        known = self.known_paths()
+        assert set(files_below(self.root, "shards")) == known, "an orphan"
         assert not files_below(self.root, "incoming")
         assert self.tier.quarantined_count == len(files_below(self.root, "quarantine"))
 

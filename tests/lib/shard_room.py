@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+from kvtier.shard_format import seal
 from kvtier.testing.policy_machine import chunk_key
-from kvtier.tiers.disk.shard_files import ShardFiles
+from kvtier.tiers.disk.shard_files import Found, ShardFiles
 from kvtier.types import Entry, ShardId
 from tests.lib.disk_lab import (
     SECTION_BYTES,
@@ -24,11 +26,28 @@ NBYTES = geometry_of(SHARD).shard_bytes
 def put(shards: ShardFiles, name: object, parent: object | None = None) -> Path:
     above = None if parent is None else chunk_key(parent)
     entry = Entry(chunk_key(name), above, NBYTES, 0 if parent is None else 1)
-    path = shards.new_path(entry.key, SHARD)
+    path = shards.path(entry.key, SHARD, shards.new_generations(1))
     slot = aligned(NBYTES)
     fill_slot(slot, entry.key, SHARD)
-    shards.write(path, slot, describe(entry, SHARD))
+    seal(slot, describe(entry, SHARD))
+    shards.write(path, slot)
     return Path(path)
+
+
+def rescan(shards: ShardFiles) -> Found:
+    """Open as if the index had been lost: all headers are read."""
+    shutil.rmtree(Path(shards.root, "index"), ignore_errors=True)
+    return shards.open()
+
+
+def paths_of(shards: ShardFiles, found: Found) -> list[Path]:
+    rows = [found.rows.row(i) for i in range(len(found.rows))]
+    return [Path(shards.path(row.key, SHARD, row.generation)) for row in rows]
+
+
+def corrupt_of(found: Found) -> list[str]:
+    assert found.scanned is not None, "an index was read instead"
+    return [info.path for info in found.scanned.corrupt]
 
 
 def get(shards: ShardFiles, path: Path, name: object) -> list[bytes]:

@@ -16,6 +16,7 @@ from typing import Any
 from kvtier.constants import HEALTH_BACKOFF_S_MAX
 from kvtier.errors import ShardError
 from kvtier.policies.lru import LRU
+from kvtier.shard_format import seal
 from kvtier.testing.fault_files import (
     ALL_OPERATIONS,
     EVER,
@@ -27,7 +28,8 @@ from kvtier.testing.fault_files import (
 )
 from kvtier.testing.policy_machine import chunk_key
 from kvtier.tiers.arena import Arena
-from kvtier.tiers.disk.tier import Chores, DiskPlace, DiskRecord, PolicyFactory
+from kvtier.tiers.disk.tier import DiskRecord, PolicyFactory
+from kvtier.tiers.disk.volume import Chores, DiskPlace
 from kvtier.tiers.dram import DramRecord, DramTier
 from kvtier.tiers.index import Lease, State, TierIndex
 from kvtier.types import ChunkKey, Entry, Features, Slot
@@ -80,7 +82,7 @@ class Simulation:
         self.faulty = FaultyFiles(BoundedFiles(root, capacity_bytes), seed=seed)
         self.lab = DiskLab(root, chunks=DISK_CHUNKS, shards=2, files=self.faulty, policy=policy)
         self.policy = policy
-        # What may have been lost behind the books; its children may lie on disk without it.
+        # What was lost and not written again; its children may lie on disk without it.
         self.lost: set[ChunkKey] = set()
         self.seen: Counter[str] = Counter()
         self.steps: list[Callable[[], object]] = [
@@ -128,11 +130,12 @@ class Simulation:
         self.pins: list[Lease[Any]] = []
         self.lab.open()
 
-    def left_dram(self, record: DramRecord) -> None:
+    def left_dram(self, key: ChunkKey) -> None:
         self.seen["evicted from dram"] += 1
-        assert record.pins == 0, "a pinned chunk left DRAM"
+        pinned = [record.entry.key for lease in self.pins for record in lease.records]
+        assert key not in pinned or self.dram.index.get(key) is None
         busy = [*self.storing, *(fill.target for fill in self.fills)]
-        assert record not in busy, "a chunk left while it was filled"
+        assert key not in [record.entry.key for record in busy], "it left while it was filled"
 
     def parent(self, name: int) -> int | None:
         return name - 1 if name % CHAIN else None
@@ -147,7 +150,7 @@ class Simulation:
         name = self.draws.randrange(NAMES)
         while self.draws.random() < 0.8:
             parent = self.parent(name)
-            on_disk = self.lab.tier.index.get(chunk_key(name)) is not None
+            on_disk = self.lab.tier.holds(chunk_key(name))
             if not on_disk and (parent is None or self.lab.holds(parent) == [True]):
                 break
             name = self.draws.randrange(NAMES)
@@ -179,19 +182,19 @@ class Simulation:
             for record in self.dram.index
             if record.state is State.READY
             and record.places.keys() == self.lab.sizes.keys()
-            and self.lab.tier.index.get(record.entry.key) is None
+            and not self.lab.tier.holds(record.entry.key)
         ]
         if not waiting or not self.lab.tier.writable() or len(self.writes) >= 3:
             return
         source = self.draws.choice(waiting)
         above = source.entry.parent
-        reachable = above is None or self.lab.tier.index.get(above) is not None
+        reachable = above is None or self.lab.tier.holds(above)
         target = self.lab.tier.reserve(source.entry, NAMESPACE, CODEC, self.lab.sizes)
         if target is None:
             self.seen["no room on disk"] += reachable
         else:
             lease = self.dram.index.lease([source])
-            self.writes.append(Write(lease, target, self.lab.tier.take_chores()))
+            self.writes.append(Write(lease, target, self.lab.volume.take_chores()))
 
     def end_write(self) -> None:
         if not self.writes:
@@ -199,26 +202,31 @@ class Simulation:
         write = self.writes.pop(0)
         (source,) = write.source.records
         try:
-            self.lab.do(write.chores)
+            self.lab.volume.do(write.chores)
             for shard, place in write.target.places.items():
                 slot = self.dram.arena.view(source.places[shard])
-                self.lab.shard_files.write(place.path, slot, describe(source.entry, shard))
+                seal(slot, describe(source.entry, shard))
+                self.lab.shard_files.write(place.path, slot)
+            self.lab.shard_files.note(write.chores.changes(self.lab.tier.row(write.target)))
         except OSError as error:
             self.lab.tier.abort(write.target)
-            self.lab.tier.return_chores(write.chores)
-            self.lab.tier.write_failed(error)
+            self.lab.volume.return_chores(write.chores)
+            self.lab.volume.write_failed(error)
             self.lost.add(source.entry.key)
             self.seen["write failed"] += 1
         else:
+            self.lab.volume.finish_chores(write.chores)
             self.lab.tier.commit(write.target)
+            self.lost.discard(source.entry.key)
             self.seen["written"] += 1
         write.source.release()
 
     def begin_fill(self) -> None:
-        ready = [r for r in self.lab.tier.index if r.state is State.READY]
-        if not ready or not self.lab.tier.readable():
+        names = [name for name in range(NAMES) if self.lab.tier.shards(chunk_key(name))]
+        if not names or not self.lab.tier.readable():
             return
-        source = self.draws.choice(ready)
+        source = self.lab.tier.ready(chunk_key(self.draws.choice(names)))
+        assert source is not None, "what a lookup finds may be read"
         if self.dram.index.get(source.entry.key) is None:
             sizes = {shard: place.nbytes for shard, place in source.places.items()}
             target = self.dram.reserve(source.entry, NAMESPACE, CODEC, sizes)
@@ -250,10 +258,10 @@ class Simulation:
                     self.lab.tier.forget(source)
                 if not gone:
                     self.seen["read failed"] += 1
-                    self.lab.tier.read_failed(error)
+                    self.lab.volume.read_failed(error)
                 break
         else:
-            self.lab.tier.read_succeeded()
+            self.lab.volume.read_succeeded()
             self.seen["filled"] += 1
             self.dram.commit(fill.target)
             fill.source.release()
@@ -311,7 +319,7 @@ class Simulation:
 
     def tick(self) -> None:
         self.lab.clock.advance(self.draws.choice((0.1, 1.0, HEALTH_BACKOFF_S_MAX)))
-        if self.lab.tier.open_due():
+        if self.lab.volume.open_due:
             self.open_again()
         elif self.lab.tier.writable() and not self.writes:
             self.lab.do_chores()
@@ -322,9 +330,9 @@ class Simulation:
 
     def open_again(self) -> None:
         """An open that cannot read a file, or that finds none, gives it up."""
-        before = {record.entry.key for record in self.lab.tier.index}
+        before = [name for name in range(NAMES) if self.lab.holds(name) == [True]]
         self.lab.open()
-        self.lost |= before - {record.entry.key for record in self.lab.tier.index}
+        self.lost |= {chunk_key(name) for name in before if self.lab.holds(name) == [False]}
 
     def restart(self) -> None:
         """The process dies: DRAM is gone, the directory is as it was."""
@@ -332,7 +340,6 @@ class Simulation:
         self.dram.arena.close()
         self.faulty.inject()
         self.lab.restart()
-        self.lost.clear()
         self.start()
 
     def check(self) -> None:
@@ -347,7 +354,7 @@ class Simulation:
                     self.check_bytes(record)
         for on_disk in self.lab.tier.index:
             parent = on_disk.entry.parent
-            if parent is not None and self.lab.tier.index.get(parent) is None:
+            if parent is not None and not self.lab.tier.holds(parent):
                 assert parent in self.lost, "a chunk lies on disk that nothing reaches"
 
     def check_bytes(self, record: DramRecord) -> None:

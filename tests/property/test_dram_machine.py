@@ -48,8 +48,8 @@ class DramMachine(RuleBasedStateMachine):
 
         return Noting(capacity_bytes, pinned)
 
-    def evicted(self, record: DramRecord) -> None:
-        assert self.held.pop(record.entry.key) is record
+    def evicted(self, key: ChunkKey) -> None:
+        record = self.held.pop(key)
         assert record.pins == 0
         assert record not in self.filling
 
@@ -199,7 +199,7 @@ def test_the_emptiest_slab_of_a_size_with_slots_to_spare_goes_first(
     pages: list[int], gone: set[int], pinned: set[int], wanted: int
 ) -> None:
     """No chunk of a well packed size leaves while another size has more than a slab to spare."""
-    left: list[DramRecord] = []
+    left: list[ChunkKey] = []
     tier = DramTier(Arena(48 * PAGE, slab_bytes=6 * PAGE), LRU, FakeClock(), left.append)
     held: dict[int, DramRecord] = {}
 

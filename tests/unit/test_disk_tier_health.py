@@ -87,17 +87,17 @@ def test_several_failed_reads_in_a_row_pause_reads(lab: DiskLab, files: FaultyFi
 
 
 def test_each_trouble_has_its_own_word(lab: DiskLab) -> None:
-    lab.tier.write_failed(OSError(errno.ENOSPC, "No space left"))
-    lab.tier.read_failed(OSError(errno.EIO, "Input/output error"))
+    lab.volume.write_failed(OSError(errno.ENOSPC, "No space left"))
+    lab.volume.read_failed(OSError(errno.EIO, "Input/output error"))
     state, detail = lab.tier.state
     assert state == "full"
     assert "No space" in detail
 
 
 def test_a_late_answer_is_slow_and_a_bug_is_failing(lab: DiskLab) -> None:
-    lab.tier.write_failed(DeadlineError("no answer in time"))
+    lab.volume.write_failed(DeadlineError("no answer in time"))
     assert lab.tier.state == ("slow", "no answer in time")
-    lab.tier.write_failed(TierError("storage work failed"))
+    lab.volume.write_failed(TierError("storage work failed"))
     assert lab.tier.state[0] == "failing"
 
 
@@ -116,12 +116,12 @@ def test_a_directory_that_goes_away_is_missing_and_comes_back_empty(
     assert not lab.tier.opened
     assert not lab.tier.readable()
     assert not lab.tier.writable()
-    assert not lab.tier.open_due()
+    assert not lab.volume.open_due
     lab.clock.advance(HEALTH_BACKOFF_S_MAX)
-    assert lab.tier.open_due()
+    assert lab.volume.open_due
     assert lab.open()
     assert lab.tier.state == ("ok", "")
-    assert len(lab.tier.index) == 0
+    assert len(lab.tier) == 0
     assert lab.write("new")
     assert lab.read("new")
     lab.check()
@@ -146,16 +146,16 @@ def test_an_open_that_fails_is_tried_again_later_and_later(
     lab = DiskLab(tmp_path / "other", chunks=2, files=files)
     files.inject(FileFailure(operations=(FileOperation.LIST,), errno=errno.EACCES, last=EVER))
     for step in range(3):
-        assert lab.tier.open_due()
+        assert lab.volume.open_due
         assert not lab.open()
         assert lab.tier.state[0] == "read_only"
-        assert not lab.tier.open_due()
+        assert not lab.volume.open_due
         lab.clock.advance(HEALTH_BACKOFF_S_MIN * 2**step)
     files.inject()
-    assert lab.tier.open_due()
+    assert lab.volume.open_due
     assert lab.open()
     assert lab.tier.state == ("ok", "")
-    assert not lab.tier.open_due()
+    assert not lab.volume.open_due
     lab.close()
 
 
@@ -185,4 +185,4 @@ def test_chores_that_fail_are_done_later(lab: DiskLab, files: FaultyFiles) -> No
         assert lab.tier.used_bytes >= bytes_on_disk(lab.root)
     files.inject()
     lab.check()
-    assert len(lab.tier.index) == 7
+    assert len(lab.tier) == 7

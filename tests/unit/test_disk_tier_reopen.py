@@ -55,8 +55,7 @@ def test_a_reopen_counts_what_is_put_away_once(lab: DiskLab) -> None:
     """Found damaged by an open while a reader still has it, and by that reader."""
     for name in range(3):
         assert lab.write(name)
-    path = lab.path_of(0)
-    path.write_bytes(path.read_bytes()[:4096])
+    damage(lab.path_of(0))
     (record,) = (r for r in lab.tier.index if r.entry.key == chunk_key(0))
     reader = lab.tier.index.lease([record])
     lab.tier.condemn(record, ShardId(0, 0, 0))

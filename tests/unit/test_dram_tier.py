@@ -27,9 +27,7 @@ class Room:
         self.clock = FakeClock()
         self.left: list[ChunkKey] = []
         self.arena = Arena(slabs * SLAB, slab_bytes=SLAB)
-        self.tier = DramTier(
-            self.arena, LRU, self.clock, lambda record: self.left.append(record.entry.key)
-        )
+        self.tier = DramTier(self.arena, LRU, self.clock, self.left.append)
 
     def reserve(self, name: object, *pages: int, parent: object | None = None) -> DramRecord | None:
         """Reserve a chunk whose shards have these sizes in pages."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.config import Durability
+from kvtier.shard_format import seal
 from kvtier.testing.fault_files import FaultyFiles, FileFailure, FileOperation
 from kvtier.testing.policy_machine import chunk_key
 from kvtier.tiers.disk.shard_files import ShardFiles
@@ -53,11 +54,9 @@ def test_each_syncs_bytes_before_the_name_and_the_name_before_it_returns(
     # A new directory has a name too, which is safe only with its parent.
     assert [call.path for call in names] == [str(path.parent), str(path.parent.parent)]
     files.calls.clear()
-    shards.write(
-        str(path.with_name("again")),
-        slot_of("a"),
-        describe(Entry(chunk_key("a"), None, NBYTES, 0), SHARD),
-    )
+    slot = slot_of("a")
+    seal(slot, describe(Entry(chunk_key("a"), None, NBYTES, 0), SHARD))
+    shards.write(str(path.with_name("again")), slot)
     assert operations(files) == ["create", "sync_file", "replace", "sync_directory"]
     shards.close()
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -26,7 +28,16 @@ from kvtier.testing.policy_machine import chunk_key
 from kvtier.tiers.disk.files import LocalFiles
 from kvtier.tiers.disk.shard_files import ShardFiles
 from tests.lib.disk_lab import aligned, expect, files_below, geometry_of
-from tests.lib.shard_room import NBYTES, SHARD, get, put, right
+from tests.lib.shard_room import (
+    NBYTES,
+    SHARD,
+    corrupt_of,
+    get,
+    paths_of,
+    put,
+    rescan,
+    right,
+)
 
 
 @pytest.fixture
@@ -50,29 +61,32 @@ def test_what_is_written_is_read_and_found_again(shards: ShardFiles, tmp_path: P
     assert path.stat().st_size == NBYTES
     assert path.stat().st_mode & 0o077 == 0
     assert get(shards, path, "a") == right("a")
-    (found,) = shards.open().shards
-    assert (found.path, found.nbytes) == (str(path), NBYTES)
-    assert (found.header.chunk, found.header.parent) == (chunk_key("a"), chunk_key("parent"))
-    assert found.modified_s == pytest.approx(path.stat().st_mtime)
+    found = rescan(shards)
+    assert paths_of(shards, found) == [path]
+    row = found.rows.row(0)
+    assert (row.key, row.parent, row.nbytes) == (chunk_key("a"), chunk_key("parent"), NBYTES)
+    assert row.used_ms / 1000 == pytest.approx(path.stat().st_mtime)
 
 
 def test_no_name_is_used_twice(shards: ShardFiles) -> None:
-    paths = [shards.new_path(chunk_key("a"), SHARD) for _ in range(100)]
-    assert len(set(paths)) == 100
+    numbers = [shards.new_generations(3) for _ in range(100)]
+    assert all(later - earlier >= 3 for earlier, later in itertools.pairwise(numbers))
+    paths = [shards.path(chunk_key("a"), SHARD, number) for number in numbers]
     assert paths == sorted(paths)
 
 
 def test_of_two_generations_the_later_counts_and_the_earlier_goes(shards: ShardFiles) -> None:
     earlier, later = put(shards, "a"), put(shards, "a")
-    found = shards.open()
-    assert [shard.path for shard in found.shards] == [str(later)]
-    assert not earlier.exists()
-    assert found.corrupt_count == 0
+    found = rescan(shards)
+    assert paths_of(shards, found) == [later]
+    assert found.scanned is not None
+    assert [info.path for info in found.scanned.useless] == [str(earlier)]
+    assert corrupt_of(found) == []
 
 
 def test_what_was_being_written_is_gone_after_an_open(shards: ShardFiles, tmp_path: Path) -> None:
     (tmp_path / "incoming" / "half").write_bytes(b"x" * 5000)
-    assert shards.open().shards == ()
+    assert len(shards.open().rows) == 0
     assert files_below(tmp_path) == []
 
 
@@ -143,10 +157,12 @@ def test_a_file_system_without_direct_io_serves_too(
             raise OSError(errno.EINVAL, "Invalid argument", path)
         return system_open(path, flags, mode)
 
+    shutil.rmtree(Path(shards.root, "index"))
     monkeypatch.setattr(os, "open", refuse)
     path = put(shards, "a")
     assert get(shards, path, "a") == right("a")
-    assert [shard.path for shard in shards.open().shards] == [str(path)]
+    for _ in ("from the headers", "from the index"):
+        assert paths_of(shards, shards.open()) == [path]
 
 
 @pytest.mark.parametrize("nbytes", [0, 512, 4096, NBYTES - 4096])
@@ -184,16 +200,17 @@ def test_b78_b98_damaged_files_are_never_data(shards: ShardFiles, damage: str) -
 
 
 @pytest.mark.parametrize("damage", [name for name in damages() if name != "payload bit"])
-def test_an_open_puts_damaged_files_away(shards: ShardFiles, damage: str) -> None:
+def test_a_scan_tells_damaged_files_from_sound_ones(shards: ShardFiles, damage: str) -> None:
     path, sound = put(shards, "a"), put(shards, "b")
     data = bytearray(path.read_bytes())
     damages()[damage](data)
     path.write_bytes(data)
-    found = shards.open()
-    assert found.corrupt_count == 1
-    assert [shard.path for shard in found.shards] == [str(sound)]
-    assert [info.path for info in found.quarantined] == [shards.quarantine_path(str(path))]
+    found = rescan(shards)
+    assert corrupt_of(found) == [str(path)]
+    assert paths_of(shards, found) == [sound]
+    shards.quarantine(str(path))
     assert Path(shards.quarantine_path(str(path))).read_bytes() == bytes(data)
+    assert [info.path for info in shards.open().quarantined] == [shards.quarantine_path(str(path))]
 
 
 def test_b32_a_file_under_another_name_is_not_that_chunk(shards: ShardFiles) -> None:
@@ -204,7 +221,7 @@ def test_b32_a_file_under_another_name_is_not_that_chunk(shards: ShardFiles) -> 
     for path, name in ((first, "a"), (second, "b")):
         with pytest.raises(IdentityError):
             get(shards, path, name)
-    assert shards.open().corrupt_count == 2
+    assert len(corrupt_of(rescan(shards))) == 2
 
 
 def test_a_file_of_another_namespace_is_not_that_chunk(shards: ShardFiles) -> None:
@@ -222,9 +239,9 @@ def test_a_file_that_cannot_be_read_at_open_is_put_away_alone(
 ) -> None:
     bad, good = put(shards, "a"), put(shards, "b")
     files.inject(FileFailure(operations=(FileOperation.READ,), path=bad.name, last=0))
-    found = shards.open()
-    assert [shard.path for shard in found.shards] == [str(good)]
-    assert found.corrupt_count == 1
+    found = rescan(shards)
+    assert paths_of(shards, found) == [good]
+    assert len(corrupt_of(found)) == 1
 
 
 def test_a_disk_that_reads_nothing_at_open_loses_nothing(
@@ -233,10 +250,10 @@ def test_a_disk_that_reads_nothing_at_open_loses_nothing(
     paths = {put(shards, name) for name in range(40)}
     files.inject(FileFailure(operations=(FileOperation.READ,), nth=3, last=0))
     with pytest.raises(OSError, match="Input/output"):
-        shards.open()
+        rescan(shards)
     assert set(files_below(tmp_path)) == paths
     files.inject()
-    assert {Path(shard.path) for shard in shards.open().shards} == paths
+    assert set(paths_of(shards, shards.open())) == paths
 
 
 def test_strange_files_do_not_stop_an_open(shards: ShardFiles, tmp_path: Path) -> None:
@@ -244,9 +261,9 @@ def test_strange_files_do_not_stop_an_open(shards: ShardFiles, tmp_path: Path) -
     (good.parent / "notes.txt").write_text("hello")
     (tmp_path / "shards" / "link").symlink_to(good)
     (tmp_path / "shards" / "deep" / "er").mkdir(parents=True)
-    found = shards.open()
-    assert [shard.path for shard in found.shards] == [str(good)]
-    assert found.corrupt_count == 1
+    found = rescan(shards)
+    assert paths_of(shards, found) == [good]
+    assert len(corrupt_of(found)) == 1
     assert good.exists()
 
 
@@ -315,7 +332,7 @@ def test_a_full_disk_is_opened_and_a_failed_lock_is_let_go(
             shards.open()
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", fail)
-        assert [shard.path for shard in shards.open().shards] == [str(path)]
+        assert paths_of(shards, rescan(shards)) == [path]
     assert get(shards, path, "a") == right("a")
 
 
@@ -332,7 +349,7 @@ def test_a_directory_that_was_replaced_is_not_written_to(
     with pytest.raises(FileNotFoundError):
         put(shards, "b")
     assert files_below(tmp_path) == []
-    assert shards.open().shards == ()
+    assert len(shards.open().rows) == 0
     assert shards.attached()
     put(shards, "b")
     assert moved.joinpath(path.relative_to(tmp_path)).exists()
@@ -345,4 +362,4 @@ def test_a_header_is_checked_before_its_sizes_are_believed(shards: ShardFiles) -
     path.write_bytes(data)
     with pytest.raises(FormatError):
         get(shards, path, "a")
-    assert shards.open().corrupt_count == 1
+    assert len(corrupt_of(rescan(shards))) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from collections.abc import Sequence
@@ -9,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from kvtier.cli.main import app, run
 from kvtier.errors import ConfigError, RegistryError
-from kvtier.sim.report import recommendation
+from kvtier.sim.report import recommendation, result_table
 from kvtier.sim.shapes import CODEC_BYTES, chunk_bytes, model_shape
 from kvtier.sim.study import Plan, parse_capacity, run_study
 from kvtier.sim.trace import Request, Trace, make_trace
@@ -79,8 +81,16 @@ def test_other_capacities_are_refused(text: str) -> None:
 
 
 def test_plans_that_cannot_be_are_refused() -> None:
-    with pytest.raises(RegistryError, match="gittins"):
+    with pytest.raises(RegistryError, match="mean 'gittins'.*lru, min$"):
         plan("gitins")
+    with pytest.raises(RegistryError, match="second-touch"):
+        plan(admissions=("second",))
+    with pytest.raises(ConfigError, match="admission"):
+        plan(admissions=())
+    with pytest.raises(ConfigError, match="write_bytes_per_day"):
+        plan(write_bytes_per_day=-1)
+    with pytest.raises(ConfigError, match="at least one chunk of raw, 67108865"):
+        run_study(trace_of(3), plan(write_bytes_per_day=1000))
     with pytest.raises(ConfigError, match="int4"):
         plan(codecs=("int5",))
     with pytest.raises(ConfigError, match="0 to 1"):
@@ -110,6 +120,77 @@ def test_the_first_tenth_warms_up() -> None:
     new = total - hits
     assert lru.bytes_written == new * 64 * 2**20
     assert lru.bytes_written_per_day == pytest.approx(lru.bytes_written * 86_400 / 178, rel=1e-9)
+
+
+def test_admissions_are_weighed_beside_each_other() -> None:
+    """Second touch writes what is used twice, a use late; the optimum decides for itself."""
+    trace = trace_of(300)
+    admissions = ("everything", "second-touch", "learned")
+    found = run_study(trace, plan("lru,min", "100%", admissions=admissions))
+    assert [(each.policy, each.admission) for each in found] == [
+        *(("lru", admission) for admission in admissions),
+        ("min", "min"),
+    ]
+    everything, second, learned, best = found
+    first, uses = 30, [0] * trace.unique_count
+    hits = total = written = 0
+    for request, path in enumerate(trace.paths()):
+        if request >= first:
+            hits += sum(uses[block] >= 2 for block in path)
+            written += sum(uses[block] == 1 for block in path)
+            total += len(path)
+        for block in path:
+            uses[block] += 1
+    assert second.prefix_hit_percent == pytest.approx(100 * hits / total)
+    assert second.bytes_written == written * 64 * 2**20
+    assert learned.bytes_written <= everything.bytes_written
+    assert everything == run_study(trace, plan("lru", "100%"))[0]
+    assert best.optimum_hit_percent == second.optimum_hit_percent
+
+
+def test_a_write_budget_is_kept() -> None:
+    trace = trace_of(300)
+    unbound = run_study(trace, plan("lru"))[0]
+    a_day = unbound.bytes_written_per_day // 2
+    bound = run_study(trace, plan("lru", write_bytes_per_day=a_day))[0]
+    assert bound.prefix_hit_percent < unbound.prefix_hit_percent
+    assert 0 < bound.bytes_written < unbound.bytes_written
+    assert bound.bytes_written <= a_day * (1 + 1 / 24)
+
+
+@pytest.mark.parametrize("count", [1, 2, 30])
+def test_small_traces_have_figures(count: int) -> None:
+    """Also those of one instant, which say nothing of a day, and of prompts without blocks."""
+    at_once = make_trace([Request(0.0, [1, 2], 1024)] * count, 512)
+    for each in run_study(at_once, plan("lru,gittins,min", admissions=("learned",))):
+        assert each.bytes_written_per_day == 0
+        assert 0.0 <= each.prefix_hit_percent <= 100.0
+    empty = make_trace([Request(float(i), [], 1) for i in range(count)], 512)
+    results = run_study(empty, plan("lru,min", "5%,1GiB"))
+    assert [each.prefix_hit_percent for each in results] == [0.0] * 4
+    assert "no cache" in recommendation(results)
+
+
+def test_the_table_fits_80_columns() -> None:
+    admissions = ("everything", "second-touch", "learned")
+    results = run_study(
+        trace_of(60),
+        plan("gittins-cost,min", "0.25%,50GiB", codecs=("raw", "int4"), admissions=admissions),
+    )
+    out = io.StringIO()
+    Console(file=out, width=80).print(result_table("a trace", results))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    whole = [line for line in lines if "gittins-cost second-touch" in line]
+    assert len(whole) == 4
+    assert all(line.count(".") >= 4 and line.rstrip().endswith("iB") for line in whole)
+
+
+def test_of_admissions_that_come_close_the_one_that_writes_least_is_advised() -> None:
+    few = run_study(trace_of(300), plan("lru", "100%", admissions=("everything", "learned")))
+    close = [each for each in few if each.prefix_hit_percent >= 0.95 * few[0].prefix_hit_percent]
+    least = min(close, key=lambda each: each.bytes_written)
+    assert f"lru with {least.admission} finds" in recommendation(few)
 
 
 def test_flops_grow_with_context() -> None:
@@ -195,6 +276,18 @@ def test_the_table_goes_to_stdout_and_progress_does_not(tmp_path: Path) -> None:
     assert result.stdout.count("60 requests") == 2
     assert "replay" not in result.stdout
     assert "replay trace.jsonl" in result.stderr
+
+
+def test_what_if_less_was_written(tmp_path: Path) -> None:
+    path = written(tmp_path / "trace.jsonl", requests(60))
+    what_if = ["--admission", "everything,learned", "--write-bytes-per-day", "100TiB"]
+    result = sim(path, "--policy", "lru,min", *what_if, "--json")
+    assert result.exit_code == 0, result.stderr
+    rows = json.loads(result.stdout)["results"]
+    assert [row["admission"] for row in rows[:3]] == ["everything", "learned", "min"]
+    table = sim(path, "--policy", "lru,min", *what_if)
+    assert "learned" in table.stdout
+    assert isinstance(sim(path, "--write-bytes-per-day", "much").exception, ConfigError)
 
 
 def test_plots_are_drawn(tmp_path: Path) -> None:

@@ -53,6 +53,33 @@ def test_ids_and_ranges_say_the_same(tmp_path: Path) -> None:
         assert (trace.block_tokens, list(trace.times_s)) == (512, [1.0])
 
 
+def test_whole_numbers_may_be_written_as_floats(tmp_path: Path) -> None:
+    good = {"timestamp": 1.5, "input_length": 1024.0, "hash_ids": [7.0, 9]}
+    trace = read_trace(written(tmp_path / "floats", good, GOOD))
+    assert [list(path) for path in trace.paths()] == [[0, 1], [0, 1]]
+    ranges = {"timestamp": 1, "input_length": 1, "hash_ranges": [[0.0, 2.0]]}
+    assert read_trace(written(tmp_path / "ranges", ranges)).unique_count == 3
+
+
+def test_ids_may_be_of_any_size(tmp_path: Path) -> None:
+    large = [GOOD | {"hash_ids": [2**200, 2**64, 2**64 - 1]}, GOOD | {"hash_ids": [2**200]}]
+    assert read_trace(written(tmp_path / "large", *large)).unique_count == 3
+
+
+def test_a_byte_order_mark_is_no_request(tmp_path: Path) -> None:
+    path = tmp_path / "marked"
+    path.write_text("\ufeff" + json.dumps(GOOD) + "\r\n", encoding="utf-8")
+    assert read_trace(path).request_count == 1
+
+
+def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.sim.reader.LINE_CHARS_MAX", 200)
+    path = tmp_path / "endless"
+    path.write_text(json.dumps(GOOD) + "\n" + "x" * 100_000)
+    with pytest.raises(ConfigError, match="line 2: too long; allowed: 200 characters"):
+        read_trace(path)
+
+
 def test_zstd_is_told_by_its_content(tmp_path: Path) -> None:
     plain = written(tmp_path / "plain", GOOD, GOOD)
     packed = tmp_path / "packed"
@@ -88,6 +115,12 @@ BAD: list[tuple[object, str]] = [
     (GOOD | {"timestamp": True}, "timestamp is true"),
     (GOOD | {"timestamp": float("inf")}, "timestamp is Infinity"),
     (GOOD | {"input_length": 1.5}, "input_length is 1.5"),
+    (GOOD | {"timestamp": 1e300}, "timestamp is 1e+300"),
+    (GOOD | {"timestamp": float("nan")}, "timestamp is NaN"),
+    (GOOD | {"timestamp": "1"}, 'timestamp is "1"'),
+    (GOOD | {"input_length": float("inf")}, "input_length is Infinity"),
+    (GOOD | {"hash_ids": None}, "hash_ids is null"),
+    (GOOD | {"hash_ids": [True]}, "hash_ids is"),
     (GOOD | {"hash_ids": "7"}, "hash_ids is"),
     (GOOD | {"hash_ids": [7, -1]}, "hash_ids is"),
     (GOOD | {"hash_ids": [7, 1.5]}, "hash_ids is"),
@@ -118,7 +151,10 @@ def test_errors_name_file_line_and_what_is_allowed(
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"\n\n", b"\xff\xfe\x00", b"{"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\n\n", b"\xff\xfe\x00", b"{", b"\0\0", b"[" * 100_000, b'{"hash_ids":[' + b"9" * 5000],
+)
 def test_files_that_are_no_traces_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "trace"
     path.write_bytes(content)

@@ -17,12 +17,13 @@ from kvtier.tiers.disk.rows import (
     Kind,
     Row,
     Rows,
+    key_at,
     key_words,
 )
 from kvtier.types import ChunkKey
 
 # Where a parent lies within a row's bytes, and the kind within its uint32 numbers.
-_PARENT: Final = slice(DIGEST_BYTES, 2 * DIGEST_BYTES)
+_PARENT: Final = DIGEST_BYTES
 _ROW_NUMBERS: Final = ROW_BYTES // 4
 _KIND: Final = 2 * DIGEST_BYTES // 4 + 1
 
@@ -83,6 +84,11 @@ class ColdTable:
         """Return in which directory a chunk lies, and its kind."""
         row = self._find(key)
         return None if row < 0 else self._kinds[self._kind_number(row)]
+
+    def peek(self, key: ChunkKey) -> tuple[int, Row] | None:
+        """Return a chunk's directory and row, which stays here."""
+        row = self._find(key)
+        return None if row < 0 else self._made(row)
 
     def parent(self, key: ChunkKey) -> ChunkKey | None:
         """Return the parent of a chunk; None where it has none, or is not here."""
@@ -147,8 +153,7 @@ class ColdTable:
         return -1 if row >= 0 and self._gone[row] else row
 
     def _parent_key(self, row: int) -> ChunkKey:
-        start = row * ROW_BYTES
-        return ChunkKey(self._bytes[start + _PARENT.start : start + _PARENT.stop].tobytes())
+        return ChunkKey(key_at(self._bytes, row * ROW_BYTES + _PARENT)[0])
 
     def _kind_number(self, row: int) -> int:
         return self._numbers[row * _ROW_NUMBERS + _KIND]

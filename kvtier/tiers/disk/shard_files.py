@@ -1,15 +1,17 @@
-"""Shards as files: names, whole writes, verified reads, quarantine. Blocking, without the lock.
+"""One directory of the disk tier: its files and its index at rest. Blocking, without the lock.
 
 ::
 
     PATH/lock                          held by the one process that uses the directory
     PATH/incoming/NAME                 being written; removed at the next open
     PATH/shards/ab/KEY-GENERATION.kvs  whole shards; KEY is the shard key in hex, ab its start
+    PATH/index/                        what lies in shards, so that a start reads no headers
     PATH/quarantine/NAME               what failed verification, a bounded number of files
 
 A file gets its final name only when all of its bytes were accepted, and a name is never used
 twice (the generation), so removing an old file can never hit a new one. After a power failure a
-file may still be torn: its checksums tell.
+file may still be torn: its checksums tell. The index is a hint about names only: every read
+verifies, and a sweep finds the files that it does not know.
 """
 
 from __future__ import annotations
@@ -17,39 +19,28 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import itertools
 import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvtier.config import Durability
-from kvtier.constants import (
-    ALIGN_BYTES,
-    HEADER_BYTES_MAX,
-    QUARANTINE_FILES_MAX,
-    READ_STEP_BYTES,
-)
-from kvtier.errors import FormatError, IdentityError, ShardError, TierUnavailableError
-from kvtier.keys import shard_key
+from kvtier.constants import ALIGN_BYTES, READ_STEP_BYTES
+from kvtier.errors import FormatError, IdentityError, TierUnavailableError
 from kvtier.shard_format import (
-    ShardDescription,
     ShardGeometry,
     ShardHeader,
     check_identity,
-    header_length,
     parse_header,
-    seal,
-    shard_geometry,
     verify_section,
 )
-from kvtier.tiers.disk.files import FileInfo, Files, Syncs
+from kvtier.tiers.disk.files import FileInfo, FileSystem
+from kvtier.tiers.disk.journal import Changes, Journal
+from kvtier.tiers.disk.rows import Rows
+from kvtier.tiers.disk.scan import Scanned, scan, shard_path
 from kvtier.types import ChunkKey, ShardId, ShardLayout
-
-_SUFFIX = ".kvs"
 
 
 class DirectoryLostError(FileNotFoundError):
@@ -59,27 +50,16 @@ class DirectoryLostError(FileNotFoundError):
         super().__init__(errno.ENOENT, "not the directory that was opened", root)
 
 
-class FileSystem(Files, Syncs, Protocol):
-    """All that the disk tier asks of a file system."""
-
-
-@dataclass(frozen=True, slots=True)
-class FoundShard:
-    """A shard that was on disk at open: its sound header and where it lies."""
-
-    header: ShardHeader
-    path: str
-    nbytes: int
-    modified_s: float
-
-
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What an open found. ``quarantined`` lists files from the oldest to the newest."""
+    """What an open found. ``quarantined`` lists files from the oldest to the newest.
 
-    shards: tuple[FoundShard, ...]
+    ``scanned`` are the files that an open without an index found damaged or useless.
+    """
+
+    rows: Rows
     quarantined: tuple[FileInfo, ...]
-    corrupt_count: int
+    scanned: Scanned | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +82,25 @@ class ShardFiles:
         self._durability = durability
         self._files = files
         self._lock_descriptor = -1
+        self._journal = Journal(self.root, files)
+        # Rows of an index that could not be written at open; it is tried again with every change.
+        self._unwritten: Rows | None = None
         # Unique over restarts as long as the clock does not run backwards by whole restarts; a
         # clash would only make a write fail, since files are created exclusively.
-        self._generations = itertools.count(time.time_ns())
+        self._next_generation = time.time_ns()
         self._unsynced: list[str] = []
         self._unsynced_lock = threading.Lock()
         # Directories whose own names are safe, and what failed writes could not clean up.
         self._safe_directories: set[str] = set()
         self._leftovers: list[str] = []
 
+    @property
+    def index_bytes(self) -> int:
+        """Bytes written for the index since the start: what writing costs beside the chunks."""
+        return self._journal.written_bytes
+
     def open(self) -> Found:
-        """Take the directory, drop what was being written, read every header.
+        """Take the directory, drop what was being written, read the index or all headers.
 
         Raises ``TierUnavailableError`` when another process holds it, ``OSError`` when it cannot
         be used.
@@ -121,14 +109,18 @@ class ShardFiles:
         self.lock()
         for leftover in self._files.list(self._path("incoming")):
             self._files.remove(leftover.path)
-        sound, corrupt = self._inspect_all()
-        for path in corrupt:
-            self.quarantine(path)
+        rows, scanned = self._journal.load(), None
+        if rows is None:
+            scanned = scan(self._files, self._files.list(self._path("shards")))
+            rows = Rows.of(scanned.rows)
+            self._unwritten = rows
+            with contextlib.suppress(OSError):  # A full disk can still be read from.
+                self._begin_journal()
         if self._durability is not Durability.NONE:
             self._safe_directories.clear()
             self._files.sync_directory(self.root)
         quarantined = sorted(self._files.list(self._path("quarantine")), key=lambda f: f.modified_s)
-        return Found(tuple(sound), tuple(quarantined), len(corrupt))
+        return Found(rows, tuple(quarantined), scanned)
 
     def lock(self) -> None:
         """Make this process the one that uses the directory, until ``close``.
@@ -164,13 +156,18 @@ class ShardFiles:
         held = os.fstat(self._lock_descriptor)
         return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
 
-    def new_path(self, chunk: ChunkKey, shard: ShardId) -> str:
-        """Return the final path of a shard that is about to be written, never used before."""
-        name = shard_key(chunk, shard).hex()
-        return self._path("shards", name[:2], f"{name}-{next(self._generations):016x}{_SUFFIX}")
+    def new_generations(self, count: int) -> int:
+        """Return the first of ``count`` numbers in a row that no file here ever had."""
+        first = self._next_generation
+        self._next_generation += count
+        return first
 
-    def write(self, path: str, slot: memoryview, description: ShardDescription) -> None:
-        """Seal a slot and write it whole under ``path``. The caller has the slot pinned.
+    def path(self, chunk: ChunkKey, shard: ShardId, generation: int) -> str:
+        """Return where a shard lies."""
+        return shard_path(self.root, chunk, shard, generation)
+
+    def write(self, path: str, slot: memoryview) -> None:
+        """Write a sealed slot whole under ``path``. The caller has the slot pinned.
 
         Raises ``OSError``, ``DirectoryLostError`` above all; then nothing lies under ``path``, or
         it goes before the next write.
@@ -178,7 +175,6 @@ class ShardFiles:
         if not self.attached():
             raise DirectoryLostError(self.root)
         self._clear_leftovers()
-        seal(slot, description)
         incoming = self._path("incoming", os.path.basename(path))
         try:
             self._files.create(incoming, slot)
@@ -197,6 +193,30 @@ class ShardFiles:
             with self._unsynced_lock:
                 self._unsynced.append(path)
 
+    def note(self, changes: Changes) -> None:
+        """Bring the index up to date with files that were written or removed.
+
+        Raises ``OSError``; the caller notes the same again later.
+        """
+        try:
+            self._begin_journal()
+            self._journal.append(changes)
+            if self._durability is Durability.EACH:
+                self._journal.sync()
+            if self._journal.compact_due():
+                self._journal.compact()
+        except OSError:
+            self._raise_if_lost()
+            raise
+
+    def sweep(self, number: int, known: Callable[[Sequence[FileInfo]], list[FileInfo]]) -> Scanned:
+        """Look at one of ``SWEEP_SLICES`` parts of the directory for files that nobody knows.
+
+        ``known`` is called with the part's files and returns those to look at. Raises ``OSError``.
+        """
+        files = self._files.list(self._path("shards", f"{number:02x}"))
+        return scan(self._files, known(files))
+
     def commit_group(self) -> None:
         """Make durable what was written since the last call (durability ``batch``)."""
         with self._unsynced_lock:
@@ -206,6 +226,7 @@ class ShardFiles:
             for path in written:
                 self._files.sync_file(path)
             self._sync_names(written)
+            self._journal.sync()
         except OSError:
             with self._unsynced_lock:
                 self._unsynced = written + self._unsynced
@@ -236,6 +257,11 @@ class ShardFiles:
             for section in sections:
                 verify_section(slot, header, section)
             progress(sections.stop)
+
+    def probe(self) -> None:
+        """Read a page, to see whether the device answers. Raises ``OSError``."""
+        page = memoryview(mmap.mmap(-1, ALIGN_BYTES))
+        self._files.read(self._path("lock"), 0, page)
 
     def remove(self, path: str) -> None:
         """Remove a file for good."""
@@ -280,47 +306,10 @@ class ShardFiles:
             self._files.sync_directory(self._path("shards"))
             self._safe_directories.update(directories)
 
-    def _inspect_all(self) -> tuple[list[FoundShard], list[str]]:
-        """Return what is sound and the paths of what is not; remove what has a later twin."""
-        sound: dict[bytes, FoundShard] = {}
-        corrupt: list[str] = []
-        unreadable = 0
-        buffer = memoryview(mmap.mmap(-1, HEADER_BYTES_MAX))
-        for info in sorted(self._files.list(self._path("shards")), key=lambda f: f.path):
-            try:
-                found = self._inspect(info, buffer)
-            except (ShardError, OSError) as error:
-                corrupt.append(info.path)
-                unreadable += isinstance(error, OSError)
-                if unreadable > QUARANTINE_FILES_MAX:
-                    raise  # The disk is ill, not so many files: they wait until it is well.
-                continue
-            key = shard_key(found.header.chunk, found.header.shard)
-            if key in sound:  # Sorted by name, so this one is the later generation.
-                self._files.remove(sound[key].path)
-            sound[key] = found
-        return list(sound.values()), corrupt
-
-    def _inspect(self, info: FileInfo, buffer: memoryview) -> FoundShard:
-        """Read a file's header and hold it against the file's name and length."""
-        page = buffer[:ALIGN_BYTES]
-        if self._files.read(info.path, 0, page) != len(page):
-            raise FormatError(f"{info.path} has {info.nbytes} bytes, less than a header")
-        page = buffer[: header_length(page)]
-        if len(page) > ALIGN_BYTES and self._files.read(info.path, 0, page) != len(page):
-            raise FormatError(f"{info.path} has {info.nbytes} bytes, less than its header")
-        header = parse_header(page)
-        check_file(header, info)
-        return FoundShard(header, info.path, info.nbytes, info.modified_s)
-
-
-def check_file(header: ShardHeader, info: FileInfo) -> None:
-    """Raise ``ShardError`` unless a file's name and length are what its header says."""
-    name = os.path.basename(info.path).removesuffix(_SUFFIX).partition("-")[0]
-    if name != shard_key(header.chunk, header.shard).hex():
-        raise IdentityError(f"{info.path} holds another shard than its name says")
-    if shard_geometry(header.section_bytes).shard_bytes != info.nbytes:
-        raise FormatError(f"{info.path} has {info.nbytes} bytes, not what its header says")
+    def _begin_journal(self) -> None:
+        if self._unwritten is not None:
+            self._journal.start(self._unwritten)
+            self._unwritten = None
 
 
 def _steps(geometry: ShardGeometry) -> list[tuple[int, int, range]]:

@@ -1,353 +1,411 @@
-"""The disk tier's books: what lies on disk, what must leave, how the disk is doing.
+"""The disk tier's books: what lies on disk, where, and what must leave.
 
-Decides under the cache's lock; ``ShardFiles`` does, without it. Bytes on disk never exceed the
-bound: what a write displaces is unlinked before the write starts, by the same single thread.
-Every chunk's parent is on disk too, so nothing lies there that no lookup could reach.
+Decides under the cache's lock; ``ShardFiles`` does, without it. Bytes in a directory never exceed
+its share of the bound: what a write displaces is unlinked before the write starts, by the same
+single thread. A chunk is written only where its parent is on disk already; what is cut off later
+(a damaged file, a lost device) leaves first, or comes back to use when its parent is stored again.
+
+Most chunks that a directory holds at the start are never asked for again. They stay columns in a
+``ColdTable`` until they are used; only then they become records that the policy ranks::
+
+    open ──► cold table ──used──► index and policy ──► evicted
+                  └───────── coldest first, before any record ──► evicted
 """
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from kvtier.config import DiskConfig
-from kvtier.constants import QUARANTINE_FILES_MAX, READ_FAILURES_MAX
-from kvtier.errors import DeadlineError, KVTierError
+from kvtier.constants import DIGEST_BYTES, TRIM_CHUNKS_MAX
 from kvtier.interfaces import Clock, EvictionPolicy
-from kvtier.tiers.disk.shard_files import DirectoryLostError, Found, FoundShard, ShardFiles
-from kvtier.tiers.health import Health
-from kvtier.tiers.index import Record, TierIndex
+from kvtier.tiers.disk.cold import ColdTable
+from kvtier.tiers.disk.files import FileInfo
+from kvtier.tiers.disk.rows import Kind, Row
+from kvtier.tiers.disk.scan import Scanned, parse_name
+from kvtier.tiers.disk.shard_files import Found
+from kvtier.tiers.disk.volume import DiskPlace, Volume, wall_clock_ms
+from kvtier.tiers.index import Record, State, TierIndex
 from kvtier.types import ChunkKey, Entry, Features, ShardId
 
 PolicyFactory = Callable[[int, Callable[[ChunkKey], bool]], EvictionPolicy]
 
-_FAULT_WORDS = {
-    errno.ENOSPC: "full",
-    errno.EDQUOT: "full",
-    errno.EROFS: "read_only",
-    errno.EACCES: "read_only",
-    errno.EPERM: "read_only",
-    errno.ENOENT: "missing",
-    errno.ENOTDIR: "missing",
-    errno.ESTALE: "missing",
-}
-_NEUTRAL = Features()
-
-
-@dataclass(frozen=True, slots=True)
-class DiskPlace:
-    """One shard's file."""
-
-    path: str
-    nbytes: int
-
-
 DiskRecord = Record[DiskPlace]
 
-
-@dataclass(frozen=True, slots=True)
-class Chores:
-    """What the writing thread has to do before its next write."""
-
-    remove: tuple[DiskPlace, ...]
-    quarantine: tuple[DiskPlace, ...]
+# Stands in for a chunk that needs room in a directory where the policy's victims left none.
+_ROOM = ChunkKey(b"room for a chunk")
 
 
 class DiskTier:
-    """Owns the index, the policy and the state of one directory. Used under the cache's lock."""
+    """Owns the index and the policy over all directories. Used under the cache's lock.
+
+    ``index`` holds the chunks that were used since the start; ``ready`` brings others in.
+    """
 
     def __init__(
         self,
-        config: DiskConfig,
-        files: ShardFiles,
+        volumes: Sequence[Volume],
         policy: PolicyFactory,
         clock: Clock,
-        on_evict: Callable[[DiskRecord], None],
+        on_evict: Callable[[ChunkKey], None],
     ) -> None:
-        self.capacity_bytes = config.capacity_bytes
+        """``on_evict`` is called with the key of every chunk that leaves to make room."""
+        self.volumes = tuple(volumes)
+        self.capacity_bytes = sum(volume.capacity_bytes for volume in volumes)
         self.index: TierIndex[DiskPlace] = TierIndex(self._reclaim)
-        self.opened = False
-        self._files = files
-        self._policy = policy(config.capacity_bytes, self.index.pinned)
+        self._policy = policy(self.capacity_bytes, self.index.pinned)
         self._clock = clock
         self._on_evict = on_evict
-        self._open_health = Health()
-        self._read_health = Health(READ_FAILURES_MAX)
-        self._write_health = Health()
-        self._held_bytes = 0
+        self._cold = ColdTable((), self._is_hot)
         self._condemned: set[str] = set()
-        self._remove: list[DiskPlace] = []
-        self._quarantine: list[DiskPlace] = []
-        self._quarantined: dict[str, DiskPlace] = {}  # by path, oldest first
+        self._ranked_bytes = 0  # What the policy holds.
+
+    def __len__(self) -> int:
+        return len(self.index) + len(self._cold)
+
+    @property
+    def opened(self) -> bool:
+        """True when any of the directories is open."""
+        return any(volume.opened for volume in self.volumes)
 
     @property
     def used_bytes(self) -> int:
         """Bytes on disk: shards, quarantine, and what waits to be unlinked."""
-        waiting = sum(place.nbytes for place in self._remove)
-        return self._held_bytes + waiting + self._quarantine_bytes
+        return sum(volume.used_bytes for volume in self.volumes)
 
     @property
     def quarantined_count(self) -> int:
         """Files that failed verification and are kept."""
-        return len(self._quarantined) + len(self._quarantine)
+        return sum(volume.quarantined_count for volume in self.volumes)
 
     @property
     def state(self) -> tuple[str, str]:
-        """One word for how the disk is doing, ``ok`` when well, and the latest fault."""
-        for health in (self._open_health, self._write_health, self._read_health):
-            if not health.ok:
-                return health.word, health.detail
-        return ("ok", "") if self.opened else ("opening", "reading the index")
-
-    def open_due(self) -> bool:
-        """Tell whether the directory is to be opened (again) now."""
-        return not self.opened and self._open_health.allows(self._clock.now())
+        """One word for how the first directory in trouble is doing, ``ok`` when all are well."""
+        for volume in self.volumes:
+            word, detail = volume.state
+            if word != "ok":
+                return word, f"{volume.files.root}: {detail}" if len(self.volumes) > 1 else detail
+        return "ok", ""
 
     def readable(self) -> bool:
-        """Tell whether a load may ask the disk now."""
-        return self.opened and self._read_health.allows(self._clock.now())
+        """Tell whether a load may ask any directory now."""
+        return any(volume.readable for volume in self.volumes)
 
     def writable(self) -> bool:
-        """Tell whether a write may be tried now."""
-        return self.opened and self._write_health.allows(self._clock.now())
+        """Tell whether a write may be started anywhere now."""
+        return any(volume.accepts for volume in self.volumes)
 
-    def probe_due(self) -> bool:
-        """Tell whether writes have failed and one should be tried again now."""
-        return not self._write_health.ok and self.writable()
+    def shards(self, key: ChunkKey) -> Collection[ShardId]:
+        """Return the shards of a chunk that may be read now; a lookup changes nothing."""
+        record = self.index.get(key)
+        if record is not None:
+            readable = record.state is State.READY and self.volume_of(record).readable
+            return record.places.keys() if readable else ()
+        cold = self._cold.kind(key)
+        if cold is None or not self.volumes[cold[0]].readable:
+            return ()
+        return [shard for shard, _ in cold[1].shards]
 
-    def adopt(self, found: Found) -> None:
-        """Take in what an open found and forget what is gone.
+    def holds(self, key: ChunkKey) -> bool:
+        """Tell whether a chunk is there, being written included, readable or not."""
+        return self.index.get(key) is not None or key in self._cold
 
-        Chunks whose parent is not on disk, and what does not fit any more, become chores.
+    def ready(self, key: ChunkKey) -> DiskRecord | None:
+        """Return the record of a chunk that may be read now, bringing it in from the cold."""
+        self._bring(key)
+        record = self.index.ready(key)
+        return record if record is not None and self.volume_of(record).readable else None
+
+    def volume_of(self, record: DiskRecord) -> Volume:
+        """Return the directory in which a chunk lies."""
+        return self.volumes[_first(record).volume]
+
+    def cold_table(self, number: int, found: Found) -> ColdTable:
+        """Prepare what ``adopt`` takes. Takes time in proportion, and no lock."""
+        return ColdTable([(number, found.rows)], self._is_hot)
+
+    def adopt(self, number: int, found: Found, table: ColdTable) -> None:
+        """Take in what the open of a directory found and forget what is gone from there.
+
+        A directory that was away may come back with chunks that others have again: those of its
+        chunks that are newer count.
         """
-        present = {shard.path for shard in found.shards}
-        for record in list(self.index):
-            if not record.pins and any(p.path not in present for p in record.places.values()):
+        volume = self.volumes[number]
+        known = [record for record in self.index if _first(record).volume == number]
+        for record in known:
+            row = table.peek(record.entry.key)
+            gone = row is None or row[1].generation != _first(record).generation
+            if gone and not record.pins:
                 self.forget(record)
-        known = {place.path for record in self.index for place in record.places.values()}
-        known |= {place.path for record in self.index.leaving for place in record.places.values()}
-        known |= {place.path for place in (*self._remove, *self._quarantine)}
-        chunks: dict[ChunkKey, list[FoundShard]] = {}
-        for shard in found.shards:
-            if shard.path not in known:
-                chunks.setdefault(shard.header.chunk, []).append(shard)
-        self._adopt_quarantine(found)
-        # Oldest first, so that the order of leaving survives the restart; parents before children.
-        in_order = sorted(chunks.values(), key=lambda s: (s[0].modified_s, -s[0].header.position))
-        fitting = self._fitting(chunks, in_order)
-        for shards in sorted(chunks.values(), key=lambda s: s[0].header.position):
-            if shards[0].header.chunk in fitting:
-                self._adopt_chunk(shards)
+        volume.held_bytes -= self._cold.held_bytes(number)
+        if len(self.volumes) > 1:
+            others = [part for part in self._cold.parts() if part[0] != number]
+            table = ColdTable([*others, (number, found.rows)], self._is_hot)
+        self._cold = table
+        volume.held_bytes += table.held_bytes(number)
+        for record in list(self.index):
+            self._drop_twin(record)
+        leaving = [(r.entry.key, _first(r).generation) for r in self.index.leaving]
+        for key, generation in (*volume.unnoted, *leaving):
+            cold = table.peek(key)
+            if cold is not None and (cold[0], cold[1].generation) == (number, generation):
+                table.take(key)
+                volume.held_bytes -= cold[1].nbytes
+        volume.take_up(found)
+        self.trim()
+
+    def take_in(self, number: int, scanned: Scanned) -> None:
+        """Take in what a sweep found in a directory beside what is known."""
+        volume = self.volumes[number]
+        volume.condemn(scanned.corrupt)
+        volume.discard(scanned.useless)
+        for row in scanned.rows:
+            if self.holds(row.key) or row.nbytes > volume.room_bytes:
+                volume.remove(volume.row_places(row).values())
             else:
-                self._remove += [DiskPlace(shard.path, shard.nbytes) for shard in shards]
-        for shards in in_order:
-            self._policy.touch(shards[0].header.chunk, self._clock.now(), _NEUTRAL)
-        self.opened = True
-        self._open_health.success()
-        self._write_health.success()
-        self._read_health.success()
+                volume.held_bytes += row.nbytes
+                volume.note_added(row)
+                self._enter(number, row)
+
+    def unknown(self, number: int, files: Sequence[FileInfo]) -> list[FileInfo]:
+        """Return those of a directory's files that no record names and nothing removes."""
+        return [file for file in files if not self._known(number, file)]
 
     def reserve(
         self, entry: Entry, namespace: bytes, codec: str, sizes: Mapping[ShardId, int]
     ) -> DiskRecord | None:
         """Make room for a chunk and return its filling record, pinned once for the writer.
 
-        None refuses: no room beside what is pinned or still read, or the parent is not on disk.
+        None refuses: no room beside what is pinned or still read, the parent is not on disk, or
+        no directory can be written to.
         """
-        assert self.index.get(entry.key) is None, "reserved twice"
-        if entry.parent is not None and self.index.get(entry.parent) is None:
-            return None
+        assert not self.holds(entry.key), "reserved twice"
+        if entry.parent is not None:
+            self._bring(entry.parent)
+            if self.index.get(entry.parent) is None:
+                return None
+        free = sum(volume.room_bytes for volume in self.volumes)
+        for _ in range(TRIM_CHUNKS_MAX):
+            if free >= entry.nbytes or not (left := self._drop_coldest()):
+                break
+            free += left
         victims = self._policy.admit(entry, self._clock.now())
         if victims is None:
             return None
-        for victim in victims:
-            self._evict(victim)
-        if self._held_bytes + entry.nbytes > self.capacity_bytes:
-            # The policy has forgotten what has left, but while it is read it still lies there.
-            self._policy.remove(entry.key)
+        self._ranked_bytes += entry.nbytes
+        self._evict_all(victims)
+        volume = self._make_room(entry.nbytes)
+        if volume is None:
+            self._unrank(entry)
             return None
-        places = {
-            shard: DiskPlace(self._files.new_path(entry.key, shard), nbytes)
-            for shard, nbytes in sizes.items()
-        }
+        generation = volume.files.new_generations(len(sizes))
+        places = volume.places(entry.key, generation, sizes.items())
         record = DiskRecord(entry, namespace, codec, places)
-        self._add(record)
+        self.index.add(record)
+        volume.held_bytes += entry.nbytes
+        volume.writing_count += 1
         self.index.pin(record)
         return record
 
-    def take_chores(self) -> Chores:
-        """Hand over what the writing thread unlinks and moves before its next write."""
-        while self.quarantined_count > QUARANTINE_FILES_MAX or (
-            self._quarantine_bytes
-            and self._held_bytes + self._quarantine_bytes > self.capacity_bytes
-        ):
-            self._drop_oldest()
-        chores = Chores(tuple(self._remove), tuple(self._quarantine))
-        for place in self._quarantine:
-            path = self._files.quarantine_path(place.path)
-            # An open may have found it damaged before its last reader was done.
-            self._quarantined.setdefault(path, DiskPlace(path, place.nbytes))
-        self._remove, self._quarantine = [], []
-        return chores
-
-    def return_chores(self, chores: Chores) -> None:
-        """Take back what could not be done, for another try."""
-        self._remove += chores.remove
-        for place in chores.quarantine:
-            self._quarantined.pop(self._files.quarantine_path(place.path), None)
-        self._quarantine += chores.quarantine
+    def row(self, record: DiskRecord) -> Row:
+        """Return what the index at rest keeps of a chunk, used now."""
+        sizes = tuple((shard, place.nbytes) for shard, place in record.places.items())
+        kind = Kind(record.namespace, record.codec, sizes)
+        entry, generation = record.entry, _first(record).generation
+        used_ms = wall_clock_ms()
+        return Row(entry.key, entry.parent, entry.position, kind, generation, used_ms)
 
     def commit(self, record: DiskRecord) -> None:
         """Let readers have a written record, and drop the writer's pin."""
+        volume = self.volume_of(record)
+        volume.writing_count -= 1
+        volume.write_succeeded()
         self.index.set_ready(record)
         self.index.unpin(record)
-        self._write_health.success()
 
     def abort(self, record: DiskRecord) -> None:
         """Give up a record that could not be written, and drop the writer's pin."""
+        self.volume_of(record).writing_count -= 1
         self.forget(record)
         self.index.unpin(record)
 
     def forget(self, record: DiskRecord) -> None:
         """Take a record out of sight; its files are unlinked once nobody reads them."""
-        self._policy.remove(record.entry.key)
+        self._unrank(record.entry)
         self.index.detach(record)
+
+    def displace(self, key: ChunkKey, shards: Collection[ShardId]) -> None:
+        """Forget a chunk whose place another may take: it lacks shards or cannot be read."""
+        self._bring(key)
+        record = self.index.ready(key)
+        if record is not None and not record.pins:
+            volume = self.volume_of(record)
+            elsewhere = any(other.writable for other in self.volumes if other is not volume)
+            if record.places.keys() != shards or (not volume.readable and elsewhere):
+                self.forget(record)
 
     def condemn(self, record: DiskRecord, shard: ShardId) -> None:
         """Take a record out of sight because one of its shards failed verification."""
         self._condemned.add(record.places[shard].path)
         self.forget(record)
 
-    def touch(self, keys: list[ChunkKey], features: Features) -> None:
+    def touch(self, keys: Iterable[ChunkKey], features: Features) -> None:
         """Note an access to chunks of one sequence, given from its last to its first."""
+        used: dict[int, list[ChunkKey]] = {}
+        now = self._clock.now()
         for key in keys:
-            self._policy.touch(key, self._clock.now(), features)
+            self._bring(key)
+            record = self.index.get(key)
+            if record is not None:
+                self._policy.touch(key, now, features)
+                used.setdefault(_first(record).volume, []).append(key)
+        for number, touched in used.items():
+            self.volumes[number].note_used(touched)
 
-    def open_failed(self, error: OSError | KVTierError) -> None:
-        """Note that the directory could not be taken; it is tried again later."""
-        self._open_health.failure(_word(error, "unavailable"), str(error), self._clock.now())
+    def trim(self) -> bool:
+        """Let the coldest go while more is held than may be, some at a time; True: more to do.
 
-    def write_failed(self, error: OSError | KVTierError) -> None:
-        """Note a failed write; writes pause, reads go on."""
-        self._write_health.failure(_word(error, "failing"), str(error), self._clock.now())
-        self._lose_directory(error)
-
-    def read_failed(self, error: OSError | KVTierError) -> None:
-        """Note a failed or late read; several in a row pause reads."""
-        self._read_health.failure(_word(error, "failing"), str(error), self._clock.now())
-        self._lose_directory(error)
-
-    def read_succeeded(self) -> None:
-        """Note that the disk answered, whatever it answered."""
-        self._read_health.success()
+        Only where a bound has shrunk over a restart.
+        """
+        for volume in self.volumes:
+            for _ in range(TRIM_CHUNKS_MAX):
+                if volume.room_bytes >= 0:
+                    break
+                if not self._drop_coldest() and not self._evict_more(1):
+                    return False
+        return any(volume.room_bytes < 0 for volume in self.volumes)
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` where the books do not agree with themselves."""
         self.index.check_integrity()
-        held = sum(p.nbytes for r in self.index for p in r.places.values())
-        leaving = sum(p.nbytes for r in self.index.leaving for p in r.places.values())
-        if held + leaving != self._held_bytes:
-            raise AssertionError(f"{self._held_bytes} bytes counted, {held} + {leaving} held")
-        if held > self.capacity_bytes:
-            raise AssertionError(f"{held} bytes of {self.capacity_bytes}")
+        for volume in self.volumes:
+            records = [*self.index, *self.index.leaving]
+            held = sum(r.entry.nbytes for r in records if _first(r).volume == volume.number)
+            cold = self._cold.held_bytes(volume.number)
+            if held + cold != volume.held_bytes:
+                raise AssertionError(f"{volume.held_bytes} bytes counted, {held} + {cold} held")
+        if any(record.entry.key in self._cold for record in self.index):
+            raise AssertionError("a record is cold too")
+        ranked = sum(record.entry.nbytes for record in self.index)
+        if ranked != self._ranked_bytes:
+            raise AssertionError(f"{self._ranked_bytes} bytes ranked, {ranked} held")
 
-    @property
-    def _quarantine_bytes(self) -> int:
-        return sum(place.nbytes for place in (*self._quarantined.values(), *self._quarantine))
+    def _is_hot(self, key: ChunkKey) -> bool:
+        return self.index.get(key) is not None
 
-    def _drop_oldest(self) -> None:
-        """Let the oldest file go that failed verification."""
-        if self._quarantined:
-            self._remove.append(self._quarantined.pop(next(iter(self._quarantined))))
-            return
-        place = self._quarantine.pop(0)
-        # Chores that failed half-way may have moved it already.
-        self._remove += [place, DiskPlace(self._files.quarantine_path(place.path), 0)]
+    def _bring(self, key: ChunkKey) -> None:
+        """Make records of a chunk and its ancestors that are cold, the first one first."""
+        line: list[tuple[int, Row]] = []
+        above: ChunkKey | None = key
+        while above is not None and (taken := self._cold.take(above)) is not None:
+            line.append(taken)
+            above = taken[1].parent
+        for number, row in reversed(line):
+            self._enter(number, row)
 
-    def _lose_directory(self, error: OSError | KVTierError) -> None:
-        if isinstance(error, DirectoryLostError):
-            self.opened = False
-            self._open_health.failure("missing", str(error), self._clock.now())
-
-    def _add(self, record: DiskRecord) -> None:
-        self.index.add(record)
-        self._held_bytes += sum(place.nbytes for place in record.places.values())
-
-    def _fitting(
-        self, chunks: Mapping[ChunkKey, list[FoundShard]], in_order: list[list[FoundShard]]
-    ) -> set[ChunkKey]:
-        """Return the newest chunks that fit, each with all of its ancestors."""
-        room = self.capacity_bytes - self._held_bytes
-        fitting: set[ChunkKey] = set()
-        for shards in reversed(in_order):
-            line: list[ChunkKey] = []
-            key: ChunkKey | None = shards[0].header.chunk
-            # Forged parents may form a ring, which is never longer than all there is.
-            while (
-                key is not None and key in chunks and key not in fitting and len(line) < len(chunks)
-            ):
-                line.append(key)
-                key = chunks[key][0].header.parent
-            nbytes = sum(shard.nbytes for each in line for shard in chunks[each])
-            reachable = key is None or key in fitting or self.index.get(key) is not None
-            if reachable and nbytes <= room:
-                fitting.update(line)
-                room -= nbytes
-        return fitting
-
-    def _adopt_quarantine(self, found: Found) -> None:
-        """Take in what was put away, except what is to be removed from there."""
-        going = {place.path for place in self._remove}
-        self._quarantined = {
-            file.path: DiskPlace(file.path, file.nbytes)
-            for file in found.quarantined
-            if file.path not in going
-        }
-        self._quarantine = [
-            place
-            for place in self._quarantine
-            if self._files.quarantine_path(place.path) not in self._quarantined
-        ]
-
-    def _adopt_chunk(self, shards: list[FoundShard]) -> None:
-        header = shards[0].header
-        places = {s.header.shard: DiskPlace(s.path, s.nbytes) for s in shards}
-        entry = Entry(header.chunk, header.parent, sum(s.nbytes for s in shards), header.position)
-        reachable = header.parent is None or self.index.get(header.parent) is not None
-        if not reachable or self.index.get(header.chunk) is not None:
-            self._remove += places.values()
-            return
+    def _enter(self, number: int, row: Row) -> None:
+        """Make a record of a chunk that lies in a directory and is counted there."""
+        entry = Entry(row.key, row.parent, row.nbytes, row.position)
+        places = self.volumes[number].row_places(row)
         victims = self._policy.admit(entry, self._clock.now())
         if victims is None:
-            self._remove += places.values()
+            self.volumes[number].let_go(row)
             return
-        for victim in victims:
-            self._evict(victim)
-        record = DiskRecord(entry, header.namespace, header.codec, places)
-        self._add(record)
+        self._ranked_bytes += entry.nbytes
+        self._evict_all(victims)
+        record = DiskRecord(entry, row.kind.namespace, row.kind.codec, places)
+        self.index.add(record)
         self.index.set_ready(record)
 
-    def _evict(self, key: ChunkKey) -> None:
-        record = self.index.get(key)
-        assert record is not None, "the policy holds what the index does not"
-        assert record.pins == 0, "a pinned chunk never leaves"
-        self.index.detach(record)
-        self._on_evict(record)
+    def _make_room(self, nbytes: int) -> Volume | None:
+        """Return the writable directory with most room, once it has enough; a readable one first.
+
+        The policy counts bytes of all directories. Where what left lies in others than where room
+        is needed, more leaves; when as many chunks have left as there are directories, one of
+        them has room.
+        """
+        for attempt in range(len(self.volumes) + 1):
+            usable = [v for v in self.volumes if v.accepts]
+            volume = max(usable, key=lambda v: (v.readable, v.room_bytes), default=None)
+            if volume is None or volume.capacity_bytes < nbytes:
+                return None
+            if volume.room_bytes >= nbytes:
+                return volume
+            if len(self.volumes) == 1 or not self._evict_more(nbytes * (attempt + 1)):
+                return None
+        return None
+
+    def _evict_more(self, nbytes: int) -> bool:
+        """Let so many bytes go that the policy has room for as many; False: it cannot."""
+        now = self._clock.now()
+        if self._drop_coldest():
+            return True
+        spare = self.capacity_bytes - self._ranked_bytes
+        victims = self._policy.admit(Entry(_ROOM, None, max(nbytes, spare + 1), 0), now)
+        if not victims:
+            return False
+        self._policy.remove(_ROOM)
+        self._evict_all(victims)
+        return True
+
+    def _drop_coldest(self) -> int:
+        """Let the chunk go that was not used for longest before the start; return its bytes."""
+        coldest = self._cold.pop_coldest()
+        if coldest is None:
+            return 0
+        number, row = coldest
+        self.volumes[number].let_go(row)
+        self._on_evict(row.key)
+        return row.nbytes
+
+    def _drop_twin(self, record: DiskRecord) -> None:
+        """Take what is known already, or stored again meanwhile, out of the cold."""
+        taken = self._cold.take(record.entry.key)
+        if taken is None:
+            return
+        number, row = taken
+        place = _first(record)
+        if (place.volume, place.generation) == (number, row.generation):
+            self.volumes[number].held_bytes -= row.nbytes  # The record's own, counted twice.
+        else:
+            self.volumes[number].let_go(row)
+
+    def _unrank(self, entry: Entry) -> None:
+        self._policy.remove(entry.key)
+        self._ranked_bytes -= entry.nbytes
+
+    def _known(self, number: int, file: FileInfo) -> bool:
+        volume = self.volumes[number]
+        named = parse_name(file.path)
+        if volume.going(file.path) or named is None:
+            return named is not None
+        key = ChunkKey(named[0][:DIGEST_BYTES])
+        cold, record = self._cold.peek(key), self.index.get(key)
+        places = [] if cold is None else [*self.volumes[cold[0]].row_places(cold[1]).values()]
+        for each in (*self.index.leaving, *((record,) if record is not None else ())):
+            places += each.places.values()
+        return any(place.path == file.path for place in places)
+
+    def _evict_all(self, keys: Iterable[ChunkKey]) -> None:
+        for key in keys:
+            record = self.index.get(key)
+            assert record is not None, "the policy holds what the index does not"
+            assert record.pins == 0, "a pinned chunk never leaves"
+            self._ranked_bytes -= record.entry.nbytes
+            self.index.detach(record)
+            self._on_evict(key)
 
     def _reclaim(self, record: DiskRecord) -> None:
+        volume = self.volume_of(record)
+        volume.held_bytes -= record.entry.nbytes
+        volume.note_removed(record.entry.key, _first(record).generation)
         for place in record.places.values():
-            self._held_bytes -= place.nbytes
             if place.path in self._condemned:
                 self._condemned.discard(place.path)
-                self._quarantine.append(place)
+                volume.put_away(place)
             else:
-                self._remove.append(place)
+                volume.remove([place])
 
 
-def _word(error: OSError | KVTierError, otherwise: str) -> str:
-    if isinstance(error, DeadlineError):
-        return "slow"
-    if isinstance(error, OSError) and error.errno is not None:
-        return _FAULT_WORDS.get(error.errno, otherwise)
-    return otherwise
+def _first(record: DiskRecord) -> DiskPlace:
+    """Return the place of a chunk's first shard; all of them lie in one directory."""
+    return next(iter(record.places.values()))

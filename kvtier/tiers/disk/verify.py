@@ -16,8 +16,9 @@ from kvtier.constants import SHARD_BYTES_MAX
 from kvtier.errors import FormatError, ShardError
 from kvtier.keys import shard_key
 from kvtier.shard_format import ShardHeader, parse_header, verify_section
-from kvtier.tiers.disk.files import FileInfo
-from kvtier.tiers.disk.shard_files import FileSystem, check_file
+from kvtier.tiers.disk.files import FileInfo, FileSystem
+from kvtier.tiers.disk.journal import Journal
+from kvtier.tiers.disk.scan import check_file
 from kvtier.types import ChunkKey
 
 
@@ -28,6 +29,7 @@ class Problem(StrEnum):
     TWIN = "twin"  # an older file of a shard that was written again: removed
     ORPHAN = "orphan"  # no lookup can reach it, for its parent is not there: removed
     LEFTOVER = "leftover"  # was being written when its writer ended: removed
+    INDEX = "index"  # cannot be trusted, so that a start reads all headers: removed
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class Verifier:
         for info in self._files.list(self._path("incoming")):
             self._find(info, Problem.LEFTOVER, "was being written")
         self._find_orphans()
+        self._judge_index()
 
     @property
     def verdict(self) -> Verdict:
@@ -94,6 +97,15 @@ class Verifier:
                 self._files.replace(finding.path, target)
             else:
                 self._files.remove(finding.path)
+        if self._findings:  # What it says of these files is not true any more.
+            for info in self._files.list(self._path("index")):
+                self._files.remove(info.path)
+
+    def _judge_index(self) -> None:
+        for info in self._files.list(self._path("index")):
+            is_snapshot = os.path.basename(info.path) == "snapshot"
+            if is_snapshot and Journal(self._root, self._files).load() is None:
+                self._find(info, Problem.INDEX, "cannot be trusted")
 
     def _judge(self, info: FileInfo) -> None:
         try:
