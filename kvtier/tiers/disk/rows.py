@@ -150,7 +150,7 @@ class KeyIndex:
         first, place = self._start_view[bucket], self._start_view[bucket + 1]
         while place > first:
             place -= 1
-            row = self._row_view[place]
+            row: int = self._row_view[place]
             if key_at(self._bytes, row * ROW_BYTES)[0] == key:
                 return row
         return -1
