@@ -1,0 +1,183 @@
+"""LMCache 0.5.6 on a CPU: its local CPU back end, local disk and ``fs_native``, in lockstep.
+
+Runs in LMCache's environment. A store into DRAM takes a buffer of LMCache's and copies a chunk
+that lies in one piece, where KVTier gathers blocks. A store on disk is timed from the buffer on. A
+retrieval ends with the bytes in tensors of the engine's; disks are read cold. A figure counts
+only once all bytes came back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import threading
+import time
+
+os.environ.update(
+    LMCACHE_TRACK_USAGE="false", DO_NOT_TRACK="1", LMCACHE_LOG_LEVEL="ERROR", PYTHONHASHSEED="0"
+)
+import torch
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.metadata import LMCacheMetadata
+from lockstep import Job, drop_page_cache, serve
+
+LIMIT_S = 120
+
+
+class Chunks:
+    """The chunks of a round and the tensors they come back to."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.shape = torch.Size([2, job.layers, job.tokens, job.heads * job.dim])
+        generator = torch.Generator().manual_seed(7)
+        self.sources = [
+            torch.randn(self.shape, generator=generator).to(torch.bfloat16)
+            for _ in range(job.chunks)
+        ]
+        self.targets = [torch.zeros_like(source) for source in self.sources]
+
+    def speeds(self, store_s: float, retrieve_s: float) -> dict[str, float]:
+        for source, target in zip(self.sources, self.targets, strict=True):
+            if not torch.equal(source.view(torch.int16), target.view(torch.int16)):
+                raise SystemExit("gate: a chunk came back different")
+            target.zero_()
+        nbytes = self.job.payload * self.job.chunks
+        return {"store": nbytes / store_s / 1e9, "retrieve": nbytes / retrieve_s / 1e9}
+
+
+def back_end(job: Job):  # noqa: ANN201
+    """The local CPU back end, or the local disk behind one."""
+    from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+    from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
+
+    on_disk = job.section == "local_disk"
+    metadata = LMCacheMetadata(
+        model_name="bench",
+        world_size=1,
+        local_world_size=1,
+        worker_id=0,
+        local_worker_id=0,
+        kv_dtype=torch.bfloat16,
+        kv_shape=(job.layers, 2, job.tokens, job.heads, job.dim),
+        chunk_size=job.tokens,
+    )
+    disk = {"local_disk": job.folder, "max_local_disk_size": 20} if on_disk else {}
+    config = LMCacheEngineConfig.from_defaults(
+        max_local_cpu_size=1.0, chunk_size=job.tokens, local_cpu=not on_disk, **disk
+    )
+    cpu = LocalCPUBackend(config, metadata, "cpu")
+    if not on_disk:
+        return cpu, cpu
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return cpu, LocalDiskBackend(config, loop, cpu, "cpu", None, metadata)
+
+
+def local(job: Job):  # noqa: ANN201
+    chunks = Chunks(job)
+    cpu, back = back_end(job)
+
+    def run(number: int) -> dict[str, float]:
+        first = number * job.chunks
+        keys = [CacheEngineKey("bench", 1, 0, first + i, torch.bfloat16) for i in range(job.chunks)]
+        left, done = [job.chunks], threading.Event()
+
+        def complete(*_: object) -> None:
+            left[0] -= 1
+            if not left[0]:
+                done.set()
+
+        start = time.perf_counter()
+        objects = [cpu.allocate(chunks.shape, torch.bfloat16) for _ in keys]
+        for target, source in zip(objects, chunks.sources, strict=True):
+            target.tensor.copy_(source)
+        if back is not cpu:
+            start = time.perf_counter()
+        back.batched_submit_put_task(keys, objects, on_complete_callback=complete)
+        if not done.wait(LIMIT_S):
+            raise SystemExit("a put did not end")
+        stored = time.perf_counter() - start
+        for buffer in objects:
+            buffer.ref_count_down()
+        drop_page_cache(job.folder)
+        start = time.perf_counter()
+        got = back.batched_get_blocking(keys)
+        for target, source in zip(chunks.targets, got, strict=True):
+            target.copy_(source.tensor)
+        retrieved = time.perf_counter() - start
+        for buffer in got:
+            buffer.ref_count_down()
+        for key in keys:
+            back.remove(key)
+        return chunks.speeds(stored, retrieved)
+
+    return run
+
+
+def fs_native(job: Job):  # noqa: ANN201
+    """Its file adapter in C++, with O_DIRECT and four threads."""
+    from lmcache.v1.distributed.api import ObjectKey
+    from lmcache.v1.distributed.l2_adapters import create_l2_adapter
+    from lmcache.v1.distributed.l2_adapters.config import get_l2_adapter_config_class
+    from lmcache.v1.memory_allocators.mixed_memory_allocator import MixedMemoryAllocator
+
+    chunks = Chunks(job)
+    options = {
+        "type": "fs_native",
+        "base_path": job.folder,
+        "num_workers": 4,
+        "use_odirect": True,
+    }
+    adapter = create_l2_adapter(get_l2_adapter_config_class("fs_native").from_dict(options))
+    allocator = MixedMemoryAllocator(2**30, align_bytes=4096)
+    buffers = allocator.batched_allocate([chunks.shape], [torch.bfloat16], job.chunks)
+
+    def wait(descriptor: int, poll) -> object:  # noqa: ANN001
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        end = time.monotonic() + LIMIT_S
+        while (answer := poll()) is None:
+            if time.monotonic() > end:
+                raise SystemExit("the adapter did not answer")
+            if poller.poll(1000):
+                os.read(descriptor, 8)
+        return answer
+
+    def run(number: int) -> dict[str, float]:
+        first = number * job.chunks
+        keys = [
+            ObjectKey((first + i).to_bytes(32, "big"), "bench", 0x01000100)
+            for i in range(job.chunks)
+        ]
+        for buffer, source in zip(buffers, chunks.sources, strict=True):
+            buffer.tensor.copy_(source)
+        start = time.perf_counter()
+        task = adapter.submit_store_task(keys, buffers)
+        stores: dict[object, object] = {}
+
+        def stored_result() -> object:
+            stores.update(adapter.pop_completed_store_tasks())
+            return stores.get(task)
+
+        wait(adapter.get_store_event_fd(), stored_result)
+        stored = time.perf_counter() - start
+        for buffer in buffers:
+            buffer.tensor.zero_()
+        drop_page_cache(job.folder)
+        start = time.perf_counter()
+        task = adapter.submit_load_task(keys, buffers)
+        wait(adapter.get_load_event_fd(), lambda: adapter.query_load_result(task))
+        for target, buffer in zip(chunks.targets, buffers, strict=True):
+            target.copy_(buffer.tensor)
+        retrieved = time.perf_counter() - start
+        adapter.delete(keys)
+        return chunks.speeds(stored, retrieved)
+
+    return run
+
+
+if __name__ == "__main__":
+    serve(lambda job: fs_native(job) if job.section == "fs_native" else local(job))
