@@ -76,12 +76,12 @@ def test_capacities_are_shares_or_bytes() -> None:
 
 @pytest.mark.parametrize("text", ["0%", "101%", "x%", "%", "12", "5", "5 parsecs", "0GiB", "-1%"])
 def test_other_capacities_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="allowed: .*5%.*50GiB|allowed: .*GiB"):
+    with pytest.raises(ConfigError, match=r"allowed: .*GiB"):
         plan(capacities=text)
 
 
 def test_plans_that_cannot_be_are_refused() -> None:
-    with pytest.raises(RegistryError, match="mean 'gittins'.*lru, min$"):
+    with pytest.raises(RegistryError, match=r"mean 'gittins'.*lru, min$"):
         plan("gitins")
     with pytest.raises(RegistryError, match="second-touch"):
         plan(admissions=("second",))
@@ -151,11 +151,12 @@ def test_admissions_are_weighed_beside_each_other() -> None:
 def test_a_write_budget_is_kept() -> None:
     trace = trace_of(300)
     unbound = run_study(trace, plan("lru"))[0]
-    a_day = unbound.bytes_written_per_day // 2
+    a_day = unbound.bytes_written * 4
     bound = run_study(trace, plan("lru", write_bytes_per_day=a_day))[0]
     assert bound.prefix_hit_percent < unbound.prefix_hit_percent
     assert 0 < bound.bytes_written < unbound.bytes_written
-    assert bound.bytes_written <= a_day * (1 + 1 / 24)
+    span_s = trace.times_s[-1] - trace.times_s[0]
+    assert bound.bytes_written <= a_day * (3600 + span_s) / 86_400
 
 
 @pytest.mark.parametrize("count", [1, 2, 30])
