@@ -6,8 +6,9 @@ prompt, against a bare digest of as many bytes. The gate is that every chunk is 
 
     python bench/micro/lookup.py [--smoke] [--chunks N ...] [--rounds N]
 
-Chunks are stored through the cache as an engine would, only that nothing is copied: the arena's
-memory is reserved and never touched.
+In DRAM, chunks are stored through the cache as an engine would, only that nothing is copied: the
+arena's memory is reserved and never touched. On disk, they are in the index that a cache opens; the
+files are not there, because a lookup reads none.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import hashlib
 import random
 import sys
+import tempfile
 import time
 from array import array
 from collections.abc import Callable, Iterable
@@ -29,16 +31,22 @@ from kvtier import (
     Blocks,
     Cache,
     CacheConfig,
+    DiskConfig,
     GroupKind,
     KVGroup,
     KVLayout,
     Namespace,
     Ready,
+    Tier,
 )
 from kvtier.cache.planner import chunk_shape
 from kvtier.cache.sequence import Sequence
 from kvtier.constants import MIB
+from kvtier.keys import namespace_digest
 from kvtier.registry import codecs
+from kvtier.tiers.disk.files import LocalFiles
+from kvtier.tiers.disk.journal import Journal
+from kvtier.tiers.disk.rows import Kind, Row, Rows
 from kvtier.types import ChunkKey, Result
 
 #: Chunks of a prompt: 25,600 tokens at 256 a chunk.
@@ -59,8 +67,9 @@ def tokens_of(prompt: int) -> list[int]:
     return [prompt, *range(PROMPT_CHUNKS - 1)]
 
 
-def filled(chunks: int) -> Cache:
-    """Return a cache that holds the first ``chunks / PROMPT_CHUNKS`` prompts."""
+def dram_cache(chunks: int, folder: str) -> Cache:
+    """Return a cache that holds the first ``chunks / PROMPT_CHUNKS`` prompts in DRAM."""
+    del folder
     needed = chunks * chunk_shape(LAYOUT, codecs.load("raw")()).chunk_bytes
     with mock.patch("kvtier.tiers.memory._populate"):
         cache = Cache(CacheConfig(dram_bytes=needed + 64 * MIB))
@@ -71,9 +80,29 @@ def filled(chunks: int) -> Cache:
         plan = cache.begin_store(sequence, range(PROMPT_CHUNKS), blocks)
         assert plan is not None, "refused"
         cache.finish([Result(plan.plan_id, 0, ok=True)])
-    (tier,) = cache.stats().tiers
-    if tier.chunks != chunks:
-        raise SystemExit(f"gate: {tier.chunks} of {chunks} chunks are held")
+    return cache
+
+
+def disk_cache(chunks: int, folder: str) -> Cache:
+    """Return a cache that has just found as many on disk."""
+    shape = chunk_shape(LAYOUT, codecs.load("raw")())
+    root = namespace_digest(NAMESPACE)
+    kind = Kind(root, "raw", tuple(shape.sizes.items()))
+    rows: list[Row] = []
+    for prompt in range(chunks // PROMPT_CHUNKS):
+        sequence = Sequence(NAMESPACE, root)
+        sequence.append(tokens_of(prompt))
+        rows += [
+            Row(key, sequence.entry_parent(i), i, kind, len(rows) + i + 1, prompt + 1)
+            for i, key in enumerate(sequence.chunk_keys)
+        ]
+    journal = Journal(folder, LocalFiles())
+    journal.start(Rows.of(rows))
+    journal.sync()
+    disk = DiskConfig(folder, capacity_bytes=2 * chunks * shape.chunk_bytes)
+    cache = Cache(CacheConfig(dram_bytes=64 * MIB, disk=disk))
+    while cache.stats().degraded:
+        time.sleep(0.01)
     return cache
 
 
@@ -107,8 +136,21 @@ def dict_us(table: dict[ChunkKey, ChunkKey], keys: list[ChunkKey]) -> float:
     return timed_us(lambda: [get(key) for key in keys], PROMPT_CHUNKS)
 
 
-def measure_lookup(chunks: int, rounds: int) -> dict[str, object]:
-    cache = filled(chunks)
+def measure_lookup(
+    tier: Tier, make: Callable[[int, str], Cache], chunks: int, rounds: int
+) -> dict[str, object]:
+    with tempfile.TemporaryDirectory() as folder:
+        cache = make(chunks, folder)
+        try:
+            return measure_cache(tier, cache, chunks, rounds)
+        finally:
+            cache.close()
+
+
+def measure_cache(tier: Tier, cache: Cache, chunks: int, rounds: int) -> dict[str, object]:
+    found = {each.tier: each.chunks for each in cache.stats().tiers}
+    if found[tier] != chunks:
+        raise SystemExit(f"gate: {found[tier]} of {chunks} chunks are held")
     held = chunks // PROMPT_CHUNKS
     table = {key: key for each in fresh(cache, range(held)) for key in each.chunk_keys}
     draw = random.Random(chunks)
@@ -121,15 +163,15 @@ def measure_lookup(chunks: int, rounds: int) -> dict[str, object]:
     one = cache.sequence(NAMESPACE)
     one.append(tokens_of(0)[:1])
     first = [timed_us(lambda: cache.match(one), 1) for _ in range(SAMPLE)]
-    cache.close()
     figures = {
+        "tier": tier,
         "chunks": chunks,
         "match_us": spread(ours),
         "dict_us": spread(bare),
         "one_chunk_match_us": spread(first),
     }
     print(
-        f"{chunks:>9} chunks: match {told(ours)} us per chunk, a bare dict {told(bare)}; "
+        f"{tier}, {chunks} chunks: match {told(ours)} us per chunk, a bare dict {told(bare)}; "
         f"a match of one chunk {told(first)} us"
     )
     return figures
@@ -182,7 +224,12 @@ def main() -> None:
     options = parser.parse_args()
     sizes, rounds = ([1000], 1) if options.smoke else (options.chunks, options.rounds)
     hashing = measure_hashing(rounds)
-    lookups = [measure_lookup(chunks, rounds) for chunks in sizes]
+    makers = {Tier.DRAM: dram_cache, Tier.DISK: disk_cache}
+    lookups = [
+        measure_lookup(tier, make, chunks, rounds)
+        for tier, make in makers.items()
+        for chunks in sizes
+    ]
     if not options.smoke:
         figures = {"goal_us": GOAL_US, "prompt_chunks": PROMPT_CHUNKS, "rounds": rounds}
         write_row("lookup", {**figures, "hashing": hashing, "lookups": lookups}, ["kvtier"])

@@ -17,6 +17,7 @@ def test_the_bench_of_lookups_runs_small() -> None:
         command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert "1000 chunks: match" in done.stdout
+    for tier in ("dram", "disk"):
+        assert f"{tier}, 1000 chunks: match" in done.stdout
     assert "hash_list" in done.stdout
     assert (results.read_bytes() if results.exists() else None) == before, "smoke writes no row"
