@@ -269,8 +269,7 @@ class Learned:
 
     def _note_access(self, row: int, now: float, in_time_s: float) -> None:
         """Settle the latest offer: it was followed by an access, in time or not."""
-        fate = self._fate[row]
-        delay_s = max(0.0, now - self._accessed[row])
+        fate, accessed = self._fate[row], self._accessed[row]
         self._accessed[row] = now
         if fate == _SETTLED:
             return
@@ -278,6 +277,7 @@ class Learned:
         self._odds.note_followed()
         if fate == _LOST:
             return
+        delay_s = max(0.0, now - accessed)
         is_fruitful = delay_s <= in_time_s
         if is_fruitful:
             self._delay_s.note(delay_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -99,7 +100,11 @@ def sim(
     if json_output:
         rows = [{"trace": str(path), **asdict(row)} for path, _, rows in found for row in rows]
         typer.echo(json.dumps({"results": rows}, indent=2))
-        return
+    else:
+        _show(found)
+
+
+def _show(found: Iterable[tuple[Path, Trace, Sequence[Result]]]) -> None:
     console = Console()
     for path, trace, results in found:
         title = (
