@@ -83,6 +83,17 @@ def sim(
         admissions=_names(admission),
         write_bytes_per_day=parse_size(write_bytes_per_day),
     )
+    found = _found(traces, plan)
+    if plot is not None:
+        save_plot(plot, [path.name for path, _, _ in found], [each for _, _, each in found])
+    if json_output:
+        rows = [{"trace": str(path), **asdict(row)} for path, _, rows in found for row in rows]
+        typer.echo(json.dumps({"results": rows}, indent=2))
+    else:
+        _show(found)
+
+
+def _found(traces: Sequence[Path], plan: Plan) -> list[tuple[Path, Trace, list[Result]]]:
     found: list[tuple[Path, Trace, list[Result]]] = []
     with _progress() as progress:
         for path in traces:
@@ -95,13 +106,7 @@ def sim(
 
             found.append((path, trace, run_study(trace, plan, show)))
             show(1.0)
-    if plot is not None:
-        save_plot(plot, [path.name for path, _, _ in found], [each for _, _, each in found])
-    if json_output:
-        rows = [{"trace": str(path), **asdict(row)} for path, _, rows in found for row in rows]
-        typer.echo(json.dumps({"results": rows}, indent=2))
-    else:
-        _show(found)
+    return found
 
 
 def _show(found: Iterable[tuple[Path, Trace, Sequence[Result]]]) -> None:
