@@ -12,7 +12,7 @@ from rich.table import Table
 from kvtier.constants import GIB
 from kvtier.errors import ConfigError
 from kvtier.registry import import_problem
-from kvtier.sim.study import MIN, Result
+from kvtier.sim.study import EVERYTHING, MIN, Result
 
 # What reaches this share of the best figure is good enough to be recommended for being smaller.
 _GOOD_SHARE: Final = 0.95
@@ -80,13 +80,15 @@ def recommendation(results: Sequence[Result]) -> str:
         for each in real
         if (each.codec, each.capacity) == (chosen.codec, chosen.capacity) and each is not chosen
     ]
+    several = len(_admissions(results)) > 1
+    place = "flash" if several or chosen.admission != EVERYTHING else "DRAM"
     beside = f" ({', '.join(others)})" if others else ""
     text = (
-        f"With {size_text(chosen.capacity_bytes)} and {chosen.codec}, {_name(chosen, results)} "
-        f"finds {chosen.prefix_hit_percent:.1f} % of the prompts' blocks{beside}; no policy could "
-        f"find more than {chosen.optimum_hit_percent:.1f} %. That saves "
-        f"{chosen.flops_saved_percent:.1f} % of the prefill FLOPs, and a tier of this size on "
-        f"flash would be written {size_text(chosen.bytes_written_per_day)} a day."
+        f"With {size_text(chosen.capacity_bytes)} of {place} and {chosen.codec}, "
+        f"{_name(chosen, results)} finds {chosen.prefix_hit_percent:.1f} % of the prompts' "
+        f"blocks{beside}; no policy could find more than {chosen.optimum_hit_percent:.1f} %. "
+        f"That saves {chosen.flops_saved_percent:.1f} % of the prefill FLOPs, and a tier of this "
+        f"size on flash would be written {size_text(chosen.bytes_written_per_day)} a day."
     )
     if chosen.codec != "raw":
         text += f" {chosen.codec} changes values: check its quality on your own text first."

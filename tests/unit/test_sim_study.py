@@ -243,9 +243,9 @@ def test_advice_takes_the_smallest_that_is_good_enough() -> None:
     smallest = min(each.capacity_bytes for each in good)
     advice = recommendation(results)
     assert advice.startswith("With ")
-    amount, unit, _, codec = advice.removeprefix("With ").split()[:4]
+    amount, unit, _, place, _, codec = advice.removeprefix("With ").split()[:6]
     assert float(amount) == pytest.approx(smallest / 2**30, abs=0.5)
-    assert unit == "GiB"
+    assert (unit, place) == ("GiB", "DRAM")
     assert ("quality" in advice) == codec.startswith("int4")
     assert "policy" in recommendation(run_study(trace_of(30), plan("min")))
 
