@@ -216,7 +216,7 @@ def test_a_log_cut_anywhere_gives_the_batches_that_are_whole(written: Written) -
     whole = written.log.read_bytes()
     seen: list[State] = []
     try:
-        for length in range(len(whole) + 1):
+        for length in [*range(0, len(whole), 7), len(whole)]:
             written.log.write_bytes(whole[:length])
             found = written.load()
             assert found is not None

@@ -279,14 +279,15 @@ def test_after_a_start_that_failed_nothing_is_appended_to_what_was_there(
 
 def test_another_log_is_never_taken_for_the_snapshots_own(tmp_path: Path) -> None:
     index = opened(tmp_path)
-    index.append(use(0))
-    (log,) = (tmp_path / "index").glob("log-*")
-    old = log.read_bytes()
-    index.compact()
-    index.append(use(1))
-    (log,) = (tmp_path / "index").glob("log-*")
-    log.write_bytes(old)
-    assert load(tmp_path) == after(FIRST, use(0))
+    logs: list[bytes] = []
+    for name in (0, 1, 2):
+        index.append(use(name))
+        (log,) = (tmp_path / "index").glob("log-*")
+        logs.append(log.read_bytes())
+        if name < 2:
+            index.compact()
+    log.write_bytes(logs[0])
+    assert load(tmp_path) == after(after(FIRST, use(0)), use(1))
 
 
 def test_an_index_that_cannot_be_trusted_is_none_and_a_start_replaces_it(tmp_path: Path) -> None:
@@ -296,7 +297,9 @@ def test_an_index_that_cannot_be_trusted_is_none_and_a_start_replaces_it(tmp_pat
     whole = snapshot.read_bytes()
     version = bytearray(whole)
     version[4] ^= 2
-    for data in (b"", whole[:4096], whole[:-1], whole + bytes(4096), bytes(version)):
+    body = bytearray(whole)
+    body[-4000] ^= 1
+    for data in (b"", whole[:4096], whole[:-1], whole + bytes(4096), bytes(version), bytes(body)):
         snapshot.write_bytes(data)
         assert load(tmp_path) is None
         with pytest.raises(OSError, match="trusted"):
