@@ -32,7 +32,7 @@ class ColdTable:
     """Rows of several directories in order of their last use. Used under the cache's lock.
 
     Rows only leave: when they are used, or removed, or when they are the coldest. Each call takes
-    constant time, over many calls; about 135 bytes a row are held until the table itself goes.
+    constant time, over many calls; about 120 bytes a row are held until the table itself goes.
     The constructor takes time in proportion and needs no lock.
     """
 
