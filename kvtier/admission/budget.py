@@ -11,7 +11,7 @@ from kvtier.types import ChunkKey, Entry, Features
 
 DAY_S: Final = 86_400.0
 #: A budget that was not used up gathers for this long, and begins with as much.
-BURST_S: Final = 3600.0
+BURST_S: Final = 600.0
 #: Chunks remembered that were worth a write when the budget was spent.
 WAITING_MAX: Final = 65_536
 
@@ -19,8 +19,8 @@ WAITING_MAX: Final = 65_536
 class WriteBudget:
     """A token bucket. Pure: time comes with the call; one that runs back counts as no time.
 
-    In any window of 24 hours at most ``bytes_per_day`` are granted, and a burst on top: one hour's
-    share of them, or the largest chunk granted if that is larger.
+    In any window of 24 hours at most ``bytes_per_day`` are granted, and a burst on top: their share
+    of ten minutes, or the largest chunk granted if that is larger.
     """
 
     def __init__(self, bytes_per_day: int) -> None:

@@ -155,7 +155,7 @@ def test_a_budget_of_nothing_is_a_mistake(bytes_per_day: int) -> None:
 
 
 def test_a_budget_begins_with_a_burst_and_fills_evenly() -> None:
-    budget = WriteBudget(24 * 1000)
+    budget = WriteBudget(144 * 1000)
     assert budget.take(1000, 5.0)
     assert not budget.take(1, 5.0)
     assert not budget.take(501, 5.0 + BURST_S / 2)
@@ -165,15 +165,15 @@ def test_a_budget_begins_with_a_burst_and_fills_evenly() -> None:
 
 
 def test_a_chunk_larger_than_the_burst_waits_for_its_bytes() -> None:
-    budget = WriteBudget(24_000)
+    budget = WriteBudget(144_000)
     assert budget.take(12_000, 0.0)
     assert not budget.take(1, 11 * BURST_S)
     assert budget.take(1, 11 * BURST_S + 4.0)
-    assert not budget.take(24_001, 1000 * DAY_S)
+    assert not budget.take(144_001, 1000 * DAY_S)
 
 
 def test_time_that_runs_back_gives_nothing() -> None:
-    budget = WriteBudget(24_000)
+    budget = WriteBudget(144_000)
     assert budget.take(1000, DAY_S)
     assert not budget.take(1000, 0.0)
     assert not budget.take(1000, DAY_S)
@@ -190,7 +190,7 @@ def test_no_window_exceeds_the_budget(bytes_per_day: int, steps: list[tuple[int,
         now += wait_s
         if budget.take(nbytes, now):
             granted.append((now, nbytes))
-    burst = max([bytes_per_day / 24, *(nbytes for _, nbytes in granted)])
+    burst = max([bytes_per_day * BURST_S / DAY_S, *(nbytes for _, nbytes in granted)])
     for start, _ in granted:
         window = sum(nbytes for at, nbytes in granted if start <= at <= start + DAY_S)
         assert window <= bytes_per_day + burst + 1e-6
@@ -198,7 +198,7 @@ def test_no_window_exceeds_the_budget(bytes_per_day: int, steps: list[tuple[int,
 
 def test_a_refusal_by_the_budget_is_no_touch_lost() -> None:
     """What was wanted is written as soon as there is budget, without being judged anew."""
-    admission = Budgeted(SecondTouch(1000), WriteBudget(24 * CHUNK_BYTES))
+    admission = Budgeted(SecondTouch(1000), WriteBudget(144 * CHUNK_BYTES))
     assert offers(admission, "a", "b", now=0.0) == [False, False]
     assert offers(admission, "a", "b", now=1.0) == [True, False]
     assert admission.waiting_count == 1
@@ -207,7 +207,7 @@ def test_a_refusal_by_the_budget_is_no_touch_lost() -> None:
 
 
 def test_a_child_waits_with_its_parent_and_takes_no_budget() -> None:
-    admission = Budgeted(Everything(1000), WriteBudget(24 * CHUNK_BYTES))
+    admission = Budgeted(Everything(1000), WriteBudget(144 * CHUNK_BYTES))
     assert offers(admission, "x", now=0.0) == [True]
     a, b = path_of("a", "b")
     assert not admission.offer(a, 1.0)

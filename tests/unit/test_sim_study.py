@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from kvtier.admission.budget import BURST_S, DAY_S
 from kvtier.cli.main import app, run
 from kvtier.errors import ConfigError, RegistryError
 from kvtier.sim.report import recommendation, result_table
@@ -156,7 +157,7 @@ def test_a_write_budget_is_kept() -> None:
     assert bound.prefix_hit_percent < unbound.prefix_hit_percent
     assert 0 < bound.bytes_written < unbound.bytes_written
     span_s = trace.times_s[-1] - trace.times_s[0]
-    assert bound.bytes_written <= a_day * (3600 + span_s) / 86_400
+    assert bound.bytes_written <= a_day * (BURST_S + span_s) / DAY_S
 
 
 @pytest.mark.parametrize("count", [1, 2, 30])
