@@ -10,9 +10,9 @@ from hypothesis import given, strategies
 
 from kvtier.testing.policy_machine import chunk_key
 from kvtier.tiers.disk.cold import ColdTable
-from kvtier.tiers.disk.rows import KeyIndex, Row, Rows, key_words
+from kvtier.tiers.disk.rows import NO_PARENT, KeyIndex, Row, Rows, key_words
 from kvtier.types import ChunkKey
-from tests.lib.index_model import KINDS, make_row
+from tests.lib.index_model import KINDS, make_row, state_of
 
 
 def nobody(_: ChunkKey) -> bool:
@@ -226,3 +226,12 @@ def test_an_index_finds_keys_that_share_their_first_bytes() -> None:
     assert index.repeated() == [3]
     expected = [40 if n == 3 else n for n in range(40)] + [40]
     assert index.find_all(key_words(array, "key")).tolist() == expected
+
+
+def test_rows_are_96_bytes_and_no_parent_is_zeros() -> None:
+    made = tuple(make_row(n, n - 1 if n else None) for n in range(3))
+    rows = Rows.of(made)
+    assert rows.array.itemsize == 96
+    assert rows.array["parent"][0].item() == NO_PARENT
+    assert state_of(rows) == made
+    assert len(Rows.of([])) == 0

@@ -27,7 +27,7 @@ from kvtier.testing.power_cut import PowerCutFiles
 from kvtier.tiers.disk import index_format, journal
 from kvtier.tiers.disk.files import LocalFiles
 from kvtier.tiers.disk.journal import Changes, Journal
-from kvtier.tiers.disk.rows import NO_PARENT, Kind, Rows
+from kvtier.tiers.disk.rows import Kind, Rows
 from kvtier.types import ShardId
 from tests.lib.index_model import KINDS, State, after, make_row, state_of
 
@@ -395,11 +395,3 @@ def test_a_log_beyond_the_limit_is_compacted_before_it_grows(
         (log,) = (tmp_path / "index").glob("log-*")
         assert log.stat().st_size <= 2 * log_bytes(1)
     assert load(tmp_path) == state
-
-
-def test_rows_are_96_bytes_and_no_parent_is_zeros() -> None:
-    rows = Rows.of(FIRST)
-    assert rows.array.itemsize == 96
-    assert rows.array["parent"][0].item() == NO_PARENT
-    assert state_of(rows) == FIRST
-    assert len(Rows.of([])) == 0
