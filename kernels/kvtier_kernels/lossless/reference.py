@@ -54,19 +54,10 @@ def encode(
     """Fill ``low``, ``codes`` and ``side`` (uint8, a row's bytes last) from ``values``."""
     bits = values.view(torch.int16)
     low.copy_(((bits >> 8) & 0x80) | (bits & 0x7F))
-    exponents = ((bits >> 7) & 0xFF).flatten(0, 1)
-    special = exponents == _EXPONENT_SPECIAL
-    base = exponents.masked_fill(special, 0).amax(-1, keepdim=True)
-    depths = base - exponents
-    depths.masked_fill_(depths >= DEPTH_SPECIAL, _DEPTH_OUTSIDE)
-    depths.masked_fill_(special, DEPTH_SPECIAL)
-    depths.masked_fill_(exponents == 0, DEPTH_ZERO)
-    index = depths.long()
-    present = torch.zeros(
-        (len(index), _DEPTH_OUTSIDE + 1), dtype=torch.uint8, device=values.device
-    ).scatter_(1, index, 1)
-    present[:, _DEPTH_OUTSIDE] = 0
-    row_codes = _codes(present).gather(1, index)
+    exponents = (bits >> 7).bitwise_and_(0xFF).flatten(0, 1)
+    base, depths = _depths(exponents)
+    present = _present(depths)
+    row_codes = _codes(present).gather(1, depths.long())
     nibbles.join(row_codes.view(values.shape), 0, codes)
     side.copy_(_side(base, present, row_codes, exponents).view(side.shape))
 
@@ -83,6 +74,34 @@ def decode(
     signs_mantissas = low.view(torch.int8).to(torch.int16).bitwise_and_(0x807F - 0x10000)
     bits = exponents.to(torch.int16).bitwise_left_shift_(7).view(values.shape)
     values.view(torch.int16).copy_(bits.bitwise_or_(signs_mantissas))
+
+
+def _depths(exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The base of each row ``[rows, 1]`` and the depth of each value."""
+    base = exponents.amax(-1, keepdim=True)
+    depths = base - exponents
+    lowest, deepest = int(exponents.amin()), int(depths.amax())
+    if lowest and deepest < DEPTH_SPECIAL and int(base.amax()) < _EXPONENT_SPECIAL:
+        return base, depths
+    special = exponents == _EXPONENT_SPECIAL
+    base = exponents.masked_fill(special, 0).amax(-1, keepdim=True)
+    depths = base - exponents
+    depths.masked_fill_(depths >= DEPTH_SPECIAL, _DEPTH_OUTSIDE)
+    depths.masked_fill_(special, DEPTH_SPECIAL)
+    return base, depths.masked_fill_(exponents == 0, DEPTH_ZERO)
+
+
+def _present(depths: torch.Tensor) -> torch.Tensor:
+    """Which depths occur in a row ``[rows, 33]``; those outside have no code, so they do not."""
+    # What lies outside sets bit 0, which is set: where there is an outside, the base occurs.
+    bits = torch.bitwise_left_shift(1, depths.int().bitwise_and_(31))
+    while (width := bits.shape[1]) > 1:
+        half = -(-width // 2)
+        bits[:, : width - half] |= bits[:, half:]
+        bits = bits[:, :half]
+    shifts = torch.arange(_DEPTH_OUTSIDE, dtype=torch.int32, device=depths.device)
+    present = ((bits >> shifts) & 1).to(torch.uint8)
+    return torch.nn.functional.pad(present, (0, 1))
 
 
 def _codes(present: torch.Tensor) -> torch.Tensor:
@@ -119,6 +138,9 @@ def _palette(side: torch.Tensor) -> torch.Tensor:
 
 def _escapes(row_codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Row, number within the row and column of each escape."""
+    if int(row_codes.amax()) < ESCAPE:
+        none = torch.empty(0, dtype=torch.int64, device=row_codes.device)
+        return none, none, none
     rows, columns = torch.nonzero(row_codes == ESCAPE, as_tuple=True)
     nth = torch.arange(len(rows), device=rows.device) - torch.searchsorted(rows, rows)
     return rows, nth, columns

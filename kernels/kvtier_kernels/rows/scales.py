@@ -49,4 +49,5 @@ def store_scales(scale_bits: torch.Tensor, target: torch.Tensor) -> None:
 
 def load_scales(source: torch.Tensor) -> torch.Tensor:
     """Scales in float32 ``[..., n]`` from bytes ``[..., 2 * n]``."""
-    return source.contiguous().view(torch.bfloat16).float()
+    # A copy of its own: what a wider dtype views has to begin at an even byte.
+    return source.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()
