@@ -44,8 +44,9 @@ CLOSE_DEADLINE_S_DEFAULT: Final = 10.0
 HOUSEKEEPING_S: Final = 0.1
 
 # Disk tier.
-# A sweep looks at one slice of a directory at a time, so that writes go on meanwhile.
-SWEEP_SLICES: Final = 256
+# A sweep looks at a directory in parts where it has more chunks than this, and asks for so many
+# files at a time under the lock.
+SWEEP_WHOLE_CHUNKS: Final = 4096
 SWEEP_LOCK_FILES: Final = 256
 # Chunks that leave in one go where a bound has shrunk; the rest leaves in the next ones.
 TRIM_CHUNKS_MAX: Final = 1024

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from kvtier.cache.epochs import Epochs
 from kvtier.cache.executor import Executor, Fault
 from kvtier.config import Durability
-from kvtier.constants import EPOCHS_WAIT_S_MAX, GROUP_COMMIT_S, SWEEP_LOCK_FILES, SWEEP_SLICES
+from kvtier.constants import EPOCHS_WAIT_S_MAX, GROUP_COMMIT_S, SWEEP_LOCK_FILES
 from kvtier.errors import TierUnavailableError
 from kvtier.interfaces import Clock
 from kvtier.obs.stats import TierCounters
@@ -59,7 +59,7 @@ class VolumeOpener:
         self._epochs_known = threading.Event()
         self._busy = False
         self._next_commit = clock.now()
-        self._swept = SWEEP_SLICES  # Slices of the present sweep that are done.
+        self._unswept: list[str] = []
 
     def tick(self) -> None:
         """Start what is due."""
@@ -77,7 +77,7 @@ class VolumeOpener:
             deadline = self._clock.now() + EPOCHS_WAIT_S_MAX
             probe, settle = self._files.probe, self._settle_probe
             self._executor.read(probe, settle, deadline=deadline, late=settle)
-        elif volume.writable and self._swept < SWEEP_SLICES:
+        elif volume.writable and self._unswept:
             self._write(self._sweep, self._settle_sweep)
 
     def wait_for_epochs(self) -> None:
@@ -156,7 +156,7 @@ class VolumeOpener:
             found, table = outcome
             self._counters.corrupt_shards += len(found.scanned.corrupt) if found.scanned else 0
             self._disk.adopt(self._volume.number, found, table)
-            self._swept = 0 if found.scanned is None else SWEEP_SLICES
+            self._unswept = list(found.unswept)
             _log.info("disk tier open: %d chunks in %s", len(found.rows), self._files.root)
             self._on_open()
 
@@ -179,7 +179,7 @@ class VolumeOpener:
                 self._volume.read_failed(outcome)
 
     def _sweep(self) -> Scanned:
-        return self._files.sweep(self._swept, self._unknown)
+        return self._files.sweep(self._unswept[-1], self._unknown)
 
     def _unknown(self, files: Sequence[FileInfo]) -> list[FileInfo]:
         """Ask the books for the files that they do not know, a few at a time under the lock."""
@@ -194,7 +194,7 @@ class VolumeOpener:
         with self._lock:
             self._busy = False
             if isinstance(outcome, Scanned):
-                self._swept += 1
+                self._unswept.pop()
                 self._counters.corrupt_shards += len(outcome.corrupt)
                 self._disk.take_in(self._volume.number, outcome)
             else:

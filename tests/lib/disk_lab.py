@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.config import Durability
-from kvtier.constants import SWEEP_SLICES
 from kvtier.errors import KVTierError, ShardError
 from kvtier.policies.lru import LRU
 from kvtier.shard_format import ShardDescription, ShardGeometry, seal, shard_geometry
@@ -168,12 +167,12 @@ class DiskLab:
             return False
         self.corrupt += len(found.scanned.corrupt) if found.scanned else 0
         self.tier.adopt(0, found, self.tier.cold_table(0, found))
-        for number in range(SWEEP_SLICES if found.scanned is None else 0):
-            scanned = self.shard_files.sweep(number, lambda files: self.tier.unknown(0, files))
+        for part in found.unswept:
+            scanned = self.shard_files.sweep(part, lambda files: self.tier.unknown(0, files))
             self.corrupt += len(scanned.corrupt)
             self.tier.take_in(0, scanned)
         while self.tier.trim():
-            pass
+            self.do_chores()
         return True
 
     def restart(self, *, capacity_chunks: int | None = None) -> bool:

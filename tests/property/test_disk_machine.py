@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvtier.constants import HEALTH_BACKOFF_S_MAX
 from kvtier.testing.fault_files import ALL_OPERATIONS, FaultyFiles, FileFailure
 from kvtier.testing.policy_machine import chunk_key
-from kvtier.tiers.disk.tier import DiskPlace
+from kvtier.tiers.disk.volume import DiskPlace
 from kvtier.tiers.index import Lease
 from kvtier.types import ShardId
 from tests.lib.disk_lab import BoundedFiles, DiskLab, bytes_on_disk, files_below
@@ -45,7 +45,7 @@ class DiskMachine(RuleBasedStateMachine):
 
     @rule(name=strategies.integers(0, NAMES - 1))
     def write(self, name: int) -> None:
-        if self.lab.tier.index.get(chunk_key(name)) is None and self.lab.tier.writable():
+        if not self.lab.tier.holds(chunk_key(name)) and self.lab.tier.writable():
             wrote = self.lab.write(name, self.parent(name))
             assert self.lab.holds(name) == [wrote]
 
@@ -76,7 +76,7 @@ class DiskMachine(RuleBasedStateMachine):
     )
     def damage(self, name: int, group: int, way: str) -> None:
         """Something else spoils a file."""
-        record = self.lab.tier.index.ready(chunk_key(name))
+        record = self.lab.tier.ready(chunk_key(name))
         if record is None or ShardId(group, 0, 0) not in record.places:
             return
         path = Path(record.places[ShardId(group, 0, 0)].path)
@@ -137,10 +137,11 @@ class DiskMachine(RuleBasedStateMachine):
         # What was cut or removed behind the tier's back shows when it is read.
         for name in range(NAMES):
             self.lab.read(name)
+        assert self.lab.do_chores()
         assert self.lab.open()
         self.lab.check()
         for name in range(NAMES):
-            if self.lab.tier.index.get(chunk_key(name)) is None:
+            if not self.lab.tier.holds(chunk_key(name)):
                 self.lab.write(name, self.parent(name))
         self.lab.check()
         self.lab.close()

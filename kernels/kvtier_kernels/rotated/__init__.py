@@ -158,4 +158,8 @@ def _sink_rows(few: Packed, part: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _engine(device: torch.device) -> Engine:
+    if device.type == "cuda":
+        from kvtier_kernels.rotated import triton
+
+        return triton
     return paged

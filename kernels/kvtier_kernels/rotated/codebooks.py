@@ -19,9 +19,9 @@ import torch
 _LM4_HALF: Final = (6, 18, 31, 44, 58, 75, 96, 127)
 _LM5_HALF: Final = (3, 8, 13, 18, 24, 29, 35, 41, 47, 54, 61, 70, 79, 90, 105, 127)
 
-#: The outermost level before it was scaled to 127, in standard deviations, as float32 reads it.
-_LM4_OUTERMOST: Final = 2.7325896
-_LM5_OUTERMOST: Final = 3.2607325
+#: The outermost level before it was scaled to 127, in standard deviations.
+_LM4_OUTERMOST: Final = 2.732589570995
+_LM5_OUTERMOST: Final = 3.260732493401
 
 _SIGN_SEED: Final = b"kvtier rotated signs "
 

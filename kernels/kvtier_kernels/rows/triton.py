@@ -106,7 +106,7 @@ def pool_rows(
     offset += (tokens % block_tokens).to(tl.int64) * tl.load(entry + 2)
     offset += head.to(tl.int64) * tl.load(entry + 3)
     rows = tl.load(entry).to(tl.pointer_type(ELEMENT)) + offset
-    return tl.multiple_of(rows[:, None], (ALIGN, 1))
+    return tl.multiple_of(rows[:, None], (ALIGN, ALIGN))
 
 
 @triton.jit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -45,6 +45,11 @@ class Kind:
     namespace: bytes
     codec: str
     shards: tuple[tuple[ShardId, int], ...]
+    #: The shards alone, for lookups.
+    shard_ids: frozenset[ShardId] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shard_ids", frozenset(shard for shard, _ in self.shards))
 
     @property
     def nbytes(self) -> int:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvtier.config import Durability
-from kvtier.constants import ALIGN_BYTES, READ_STEP_BYTES
+from kvtier.constants import ALIGN_BYTES, READ_STEP_BYTES, SWEEP_WHOLE_CHUNKS
 from kvtier.errors import FormatError, IdentityError, TierUnavailableError
 from kvtier.shard_format import (
     ShardGeometry,
@@ -54,12 +54,14 @@ class DirectoryLostError(FileNotFoundError):
 class Found:
     """What an open found. ``quarantined`` lists files from the oldest to the newest.
 
-    ``scanned`` are the files that an open without an index found damaged or useless.
+    ``scanned`` are the files that an open without an index found damaged or useless. ``unswept``
+    names the parts of the directory where files may lie of which the index does not know.
     """
 
     rows: Rows
     quarantined: tuple[FileInfo, ...]
     scanned: Scanned | None
+    unswept: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ class ShardFiles:
             self._safe_directories.clear()
             self._files.sync_directory(self.root)
         quarantined = sorted(self._files.list(self._path("quarantine")), key=lambda f: f.modified_s)
-        return Found(rows, tuple(quarantined), scanned)
+        return Found(rows, tuple(quarantined), scanned, () if scanned else _parts(len(rows)))
 
     def lock(self) -> None:
         """Make this process the one that uses the directory, until ``close``.
@@ -209,13 +211,13 @@ class ShardFiles:
             self._raise_if_lost()
             raise
 
-    def sweep(self, number: int, known: Callable[[Sequence[FileInfo]], list[FileInfo]]) -> Scanned:
-        """Look at one of ``SWEEP_SLICES`` parts of the directory for files that nobody knows.
+    def sweep(self, part: str, unknown: Callable[[Sequence[FileInfo]], list[FileInfo]]) -> Scanned:
+        """Look through a part of the directory for files that nobody knows.
 
-        ``known`` is called with the part's files and returns those to look at. Raises ``OSError``.
+        ``unknown`` is called with the part's files and returns those to look at. Raises
+        ``OSError``.
         """
-        files = self._files.list(self._path("shards", f"{number:02x}"))
-        return scan(self._files, known(files))
+        return scan(self._files, unknown(self._files.list(self._path(part))))
 
     def commit_group(self) -> None:
         """Make durable what was written since the last call (durability ``batch``)."""
@@ -310,6 +312,13 @@ class ShardFiles:
         if self._unwritten is not None:
             self._journal.start(self._unwritten)
             self._unwritten = None
+
+
+def _parts(row_count: int) -> tuple[str, ...]:
+    """Cut a directory of many chunks into parts, so that writes go on between them."""
+    if row_count <= SWEEP_WHOLE_CHUNKS:
+        return ("shards",)
+    return tuple(f"shards/{start:02x}" for start in range(256))
 
 
 def _steps(geometry: ShardGeometry) -> list[tuple[int, int, range]]:

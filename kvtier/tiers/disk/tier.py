@@ -103,7 +103,7 @@ class DiskTier:
         cold = self._cold.kind(key)
         if cold is None or not self.volumes[cold[0]].readable:
             return ()
-        return [shard for shard, _ in cold[1].shards]
+        return cold[1].shard_ids
 
     def holds(self, key: ChunkKey) -> bool:
         """Tell whether a chunk is there, being written included, readable or not."""
@@ -266,13 +266,13 @@ class DiskTier:
 
         Only where a bound has shrunk over a restart.
         """
-        for volume in self.volumes:
-            for _ in range(TRIM_CHUNKS_MAX):
-                if volume.room_bytes >= 0:
-                    break
+        over = [volume for volume in self.volumes if volume.room_bytes < 0]
+        for volume in over:
+            # What left before is unlinked before more leaves.
+            while volume.room_bytes < 0 and len(volume.unnoted) < TRIM_CHUNKS_MAX:
                 if not self._drop_coldest() and not self._evict_more(1):
                     return False
-        return any(volume.room_bytes < 0 for volume in self.volumes)
+        return bool(over)
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` where the books do not agree with themselves."""

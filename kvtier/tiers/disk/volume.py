@@ -132,7 +132,8 @@ class Volume:
     @property
     def readable(self) -> bool:
         """True when a load may ask now."""
-        return self.opened and self._read_health.allows(self._clock.now())
+        well = self._read_health.ok or self._read_health.allows(self._clock.now())
+        return self.opened and well
 
     @property
     def read_probe_due(self) -> bool:
