@@ -133,6 +133,20 @@ def test_learned_finds_out_that_a_refused_kind_comes_back_now() -> None:
     assert learned_share(below, thrice, 8000) > 0.3
 
 
+def test_learned_tries_a_tier_again_that_is_hardly_written_any_more() -> None:
+    """After a flood chunks stayed for seconds; what comes back each minute is worth it now."""
+    below = TierBelow(Learned(10 * CHUNK_BYTES), 10)
+    for number in range(3000):
+        below.access(path_of(("flood", number)), 1.0 * number)
+    assert not any(below.answers[-1000:])
+    path = path_of("often", 1, 2)
+    for turn in range(200):
+        now = 3000.0 + 60.0 * turn
+        below.access(path_of(("once", turn)), now)
+        below.access(path, now + 30.0)
+    assert path[-1].key in below.held
+
+
 def test_learned_bounds_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learned_module, "REFUSED_MIN", 50)
     monkeypatch.setattr(learned_module, "WATCHED_MAX", 200)

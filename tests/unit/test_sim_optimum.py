@@ -6,12 +6,14 @@ import random
 
 import pytest
 
+from kvtier.admission.everything import Everything
 from kvtier.policies.arc import ARC
 from kvtier.policies.gittins import Gittins
 from kvtier.policies.lru import LRU
 from kvtier.sim.optimum import future_of, optimal_hits
 from kvtier.sim.replay import PolicyFactory, chunk_keys, replay
 from kvtier.sim.trace import Request, Trace, make_trace
+from kvtier.types import ChunkKey, Entry, Features
 
 
 def random_trace(seed: int, requests: int = 120) -> Trace:
@@ -98,3 +100,45 @@ def test_no_policy_beats_the_optimum(policy: PolicyFactory, seed: int) -> None:
     for capacity in (3, 20, 90):
         best, _ = optimal_hits(trace, future, capacity)
         assert sum(replay(trace, trace.hints, policy, capacity, keys).hits) <= sum(best)
+
+
+class Clerk(Everything):
+    """Writes down what it is asked and told, and refuses some positions."""
+
+    def __init__(self, refused: set[int]) -> None:
+        super().__init__(1)
+        self.refused = refused
+        self.offered: list[tuple[ChunkKey, int]] = []
+        self.touched: list[ChunkKey] = []
+        self.gone: list[ChunkKey] = []
+
+    def offer(self, entry: Entry, now: float) -> bool:
+        self.offered.append((entry.key, entry.features.turn))
+        return entry.position not in self.refused
+
+    def touch(self, key: ChunkKey, now: float, features: Features) -> None:
+        self.touched.append(key)
+
+    def left(self, key: ChunkKey, now: float) -> None:
+        self.gone.append(key)
+
+
+def replayed(clerk: Clerk, *paths: list[int], capacity: int = 3) -> tuple[list[int], list[int]]:
+    trace = make_trace([Request(float(i), path, 16) for i, path in enumerate(paths)], 16)
+    keys = chunk_keys(trace.unique_count)
+    outcome = replay(trace, trace.hints, LRU, capacity, keys, admission=clerk)
+    return list(outcome.hits), list(outcome.kept)
+
+
+def test_an_admission_is_offered_what_is_missing_and_told_what_happens() -> None:
+    clerk = Clerk(set())
+    a, b, c, d = chunk_keys(4)
+    assert replayed(clerk, [1, 2], [1, 2, 3], [9]) == ([0, 2, 0], [2, 1, 1])
+    assert clerk.offered == [(a, 1), (b, 1), (c, 2), (d, 1)]
+    assert clerk.touched == [b, a]
+    assert clerk.gone == [c]
+
+
+def test_what_is_refused_is_not_held_and_nothing_below_it() -> None:
+    assert replayed(Clerk({1}), [1, 2, 3], [1, 2, 3], capacity=9) == ([0, 1], [1, 0])
+    assert replayed(Clerk({0}), [1, 2, 3], [1, 2, 3], capacity=9) == ([0, 0], [0, 0])
