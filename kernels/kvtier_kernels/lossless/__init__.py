@@ -16,8 +16,8 @@ so; code 15 is every other exponent, an escape: it stands, in the order of the v
 row's last three bytes. What is unused is zero.
 
 The size is fixed, so a row with more than three escapes has no room: it is refused as
-``rows.UnrepresentableError``. Normally distributed rows of 128 values have one escape in a billion
-rows. A pool of any other dtype is stored as ``raw`` does: its dtype stands in the shard's header.
+``rows.UnrepresentableError``. Of normally distributed rows of 128 values, one in millions has an
+escape at all. A pool of any other dtype is stored as ``raw`` does: the shard's header has its dtype.
 """
 
 from __future__ import annotations
