@@ -179,6 +179,40 @@ class BlockCodec(Protocol):
 
 
 @runtime_checkable
+class ByteCodec(Protocol):
+    """Bytes to fewer bytes and back, for tiers below DRAM; knows nothing of planes or headers.
+
+    Lossless. Every size is known before anything is allocated. Both ways may run in several
+    threads at once, and release the GIL for the bulk of their work.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name that stands in what a tier stores and on command lines."""
+        ...
+
+    def encoded_bytes_max(self, nbytes: int) -> int:
+        """The most that ``nbytes`` bytes can become."""
+        ...
+
+    def encode(self, source: memoryview, value_bytes: int, into: memoryview) -> int:
+        """Encode ``source`` into the start of ``into`` and return how many bytes it took.
+
+        ``source`` is a whole number of floats ``value_bytes`` wide, as a raw shard's sections are;
+        1 stands for bytes of any meaning. ``into`` is the caller's, ``encoded_bytes_max`` long.
+        """
+        ...
+
+    def decode(self, source: memoryview, into: memoryview) -> None:
+        """Fill ``into``, the caller's, with what was encoded into the bytes of ``source``.
+
+        Raises ``CodecError`` for what ``encode`` did not make and where ``into`` is not exactly as
+        long as the bytes encoded; ``into`` is then undefined.
+        """
+        ...
+
+
+@runtime_checkable
 class Clock(Protocol):
     """Time as a parameter, so that tests need no sleeping."""
 

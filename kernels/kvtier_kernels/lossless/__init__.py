@@ -17,7 +17,7 @@ row's last three bytes. What is unused is zero.
 
 The size is fixed, so a row with more than three escapes has no room: it is refused as
 ``rows.UnrepresentableError``. Of normally distributed rows of 128 values, one in millions has an
-escape at all. A pool of any other dtype is stored as ``raw`` does: the shard's header has its dtype.
+escape at all. A pool of any other dtype is stored as ``raw`` does; the shard's header tells it.
 """
 
 from __future__ import annotations
