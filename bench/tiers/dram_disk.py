@@ -168,20 +168,25 @@ class Bench:
             name: Traffic(shape, arrangement, in_order=in_order)
             for name, (arrangement, in_order) in VARIANTS.items()
         }
+        # One cache for all rounds: an arena's first writes are slower, and it is long-lived.
+        self.dram = self._open(None)
 
     def dram_round(self, round_: int) -> dict[str, float]:
         """Seconds by path, and under ``limit PATH`` those of its limit."""
         seconds: dict[str, float] = {}
-        cache, worker = self._open(None)
+        cache, worker = self.dram
         for number, (name, traffic) in enumerate(self.traffic.items()):
             key = round_ * len(VARIANTS) + number
             seconds[f"limit dram_store {name}"] = self.limits.memcpy()
             seconds[f"dram_store {name}"] = traffic.store(cache, worker, key)
             seconds[f"limit dram_load {name}"] = self.limits.memcpy()
             seconds[f"dram_load {name}"] = traffic.load(cache, worker, key, Tier.DRAM)
+        return seconds
+
+    def close(self) -> None:
+        cache, worker = self.dram
         worker.close()
         cache.close()
-        return seconds
 
     def disk_round(self, round_: int, durability: Durability) -> dict[str, float]:
         """As ``dram_round``, of the disk."""
@@ -262,8 +267,9 @@ def measure(shape: Shape, folder: Path, options: argparse.Namespace, count: int)
     for durability in Durability:
         first = durability is Durability.NONE
         rounds: list[dict[str, float]] = []
-        # The first round warms up.
-        for number in range(count + (not options.smoke)):
+        # Until all of the arena has been written once.
+        warm_up = 0 if options.smoke else 2
+        for number in range(count + warm_up):
             seconds = bench.dram_round(number) if first else {}
             speeds = bench.speeds(seconds | bench.disk_round(number, durability))
             for name, peer in peers.items() if first else ():
@@ -276,6 +282,7 @@ def measure(shape: Shape, folder: Path, options: argparse.Namespace, count: int)
         if not options.smoke:
             head = {"shape": shape.name, "chunk_bytes": shape.payload, "durability": durability}
             write_row("dram_disk", {**head, **figures}, ["kvtier", "torch"])
+    bench.close()
     for peer in peers.values():
         peer.close()
 
