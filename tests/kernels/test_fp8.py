@@ -20,6 +20,11 @@ def test_b139_golden_bytes() -> None:
     assert torch.equal(unpack_row(fp8, golden, row), back)
 
 
+@pytest.mark.parametrize(("magnitude", "scale"), [(449.75, "80 3f"), (453.25, "82 3f")])
+def test_b139_of_two_scales_as_near_the_even_one_is_taken(magnitude: float, scale: str) -> None:
+    assert pack_row(fp8, torch.tensor([magnitude]))[1:] == bytes.fromhex(scale)
+
+
 @pytest.mark.parametrize("dtype", WIDE)
 def test_b142_codes_saturate_and_are_never_nan(dtype: torch.dtype) -> None:
     """The scale is cut to bfloat16, so quotients end above 448: they are cut, not NaN."""

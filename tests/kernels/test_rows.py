@@ -18,8 +18,6 @@ from kvtier_kernels.raw import LayerViews
 from tests.lib.paged_cases import POISON, Case, cases
 from tests.lib.row_oracles import FORMATS, Format, fill, rows_in_order
 
-pytest.importorskip("triton")
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REFERENCE_EXAMPLES = 30
 #: An example takes the interpreter longer than all of its checks.
