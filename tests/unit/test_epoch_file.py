@@ -66,11 +66,12 @@ def test_a_damaged_file_raises_the_floor_under_everything(
     stored = load_epochs(str(tmp_path))
     assert stored == StoredEpochs({}, 1_900_000_000, damaged=True)
     epochs = Epochs()
-    epochs.merge(stored.epochs, stored.floor)
+    epochs.merge(0, stored.epochs, stored.floor)
     for namespace, old in ((A, 3), (B, 7)):
         assert epochs.get(namespace) > old
     # Saved, the floor stays where it is: what is stored from now on outlives the next restart.
-    save_epochs(str(tmp_path), *epochs.snapshot())
+    snapshot = epochs.snapshot()
+    save_epochs(str(tmp_path), snapshot.epochs, snapshot.floor)
     monkeypatch.setattr(time, "time", lambda: 2_000_000_000.0)
     assert load_epochs(str(tmp_path)) == StoredEpochs({}, 1_900_000_000)
 

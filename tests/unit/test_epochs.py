@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from hypothesis import given, strategies
 
 from kvtier.cache.epochs import Epochs
@@ -16,89 +14,152 @@ def test_a_namespace_begins_at_zero_and_advances_by_itself() -> None:
     assert (epochs.get(A), epochs.get(B)) == (0, 0)
     assert [epochs.advance(A) for _ in range(3)] == [1, 2, 3]
     assert (epochs.get(A), epochs.get(B)) == (3, 0)
-    assert epochs.snapshot() == ({A: 3}, 0)
+    assert (epochs.snapshot().epochs, epochs.snapshot().floor) == ({A: 3}, 0)
 
 
 def test_what_a_medium_knew_counts_where_it_is_higher() -> None:
     epochs = Epochs()
-    assert not epochs.merge({A: 5}, 0)
+    epochs.merge(0, {A: 5}, 0)
+    assert not epochs.unsaved(0)
     assert epochs.get(A) == 5
     assert epochs.advance(A) == 6
-    assert epochs.merge({A: 5}, 0), "the medium knows less"
+    epochs.merge(0, {A: 5}, 0)
+    assert epochs.unsaved(0), "the medium knows less"
     assert epochs.get(A) >= 6
 
 
 def test_a_floor_lies_under_every_namespace() -> None:
     epochs = Epochs()
     epochs.advance(A)
-    epochs.merge({A: 1}, 100)
+    epochs.merge(0, {A: 1}, 100)
     assert epochs.get(B) == 100
     assert epochs.get(A) >= 100
     assert epochs.advance(B) == 101
-    assert epochs.snapshot()[1] == 100
+    assert epochs.snapshot().floor == 100
 
 
 def test_an_advance_in_the_dark_ends_above_what_the_medium_knew() -> None:
     """Raised to 1 here while the disk, unread, stood at 5: its 5 must not be current again."""
     epochs = Epochs()
     epochs.advance(A)
-    assert epochs.unsaved
-    assert epochs.merge({A: 5}, 0)
+    assert epochs.unsaved(0)
+    epochs.merge(0, {A: 5}, 0)
+    assert epochs.unsaved(0)
     assert epochs.get(A) == 6
     epochs.advance(B)
-    epochs.merge({}, 50)
+    epochs.merge(0, {}, 50)
     assert epochs.get(B) == 51
 
 
 def test_unsaved_until_a_medium_keeps_what_is_current() -> None:
     epochs = Epochs()
-    unsaved = [epochs.unsaved]
+    unsaved = [epochs.unsaved(0)]
     epochs.advance(A)
-    older, _ = epochs.snapshot()
+    older = epochs.snapshot()
     epochs.advance(A)
-    epochs.saved(older)
-    unsaved.append(epochs.unsaved)
-    current, _ = epochs.snapshot()
-    epochs.saved(current)
-    unsaved.append(epochs.unsaved)
+    epochs.saved(0, older)
+    unsaved.append(epochs.unsaved(0))
+    current = epochs.snapshot()
+    epochs.saved(0, current)
+    unsaved.append(epochs.unsaved(0))
     epochs.advance(B)
-    epochs.saved(current)
-    unsaved.append(epochs.unsaved)
+    epochs.saved(0, current)
+    unsaved.append(epochs.unsaved(0))
     assert unsaved == [False, True, False, True]
+
+
+def test_each_of_several_media_keeps_all() -> None:
+    epochs = Epochs(2)
+    epochs.advance(A)
+    assert [epochs.unsaved(keeper) for keeper in (0, 1)] == [True, True]
+    epochs.saved(0, epochs.snapshot())
+    assert [epochs.unsaved(keeper) for keeper in (0, 1)] == [False, True]
+    epochs.saved(1, epochs.snapshot())
+    assert [epochs.unsaved(keeper) for keeper in (0, 1)] == [False, False]
+
+
+def test_what_one_medium_knew_alone_is_owed_to_the_others() -> None:
+    """One of them was lost and is empty now, or was away while a namespace was invalidated."""
+    epochs = Epochs(3)
+    for keeper, stored in enumerate(({}, {A: 3}, {A: 3, B: 1})):
+        epochs.merge(keeper, stored, 0)
+    assert (epochs.get(A), epochs.get(B)) == (3, 1)
+    assert [epochs.unsaved(keeper) for keeper in range(3)] == [True, True, False]
+
+
+def test_a_floor_of_one_medium_is_owed_to_the_others() -> None:
+    """The file of one was damaged: the floor that replaces it must reach the well ones."""
+    epochs = Epochs(2)
+    epochs.merge(0, {A: 2}, 0)
+    epochs.merge(1, {}, 1000)
+    assert epochs.get(A) == 1000
+    assert [epochs.unsaved(keeper) for keeper in (0, 1)] == [True, True]
+
+
+def test_an_advance_is_above_each_medium_that_comes_up_later() -> None:
+    """Saved to the first medium, and yet not above what the second, read later, knew."""
+    epochs = Epochs(2)
+    epochs.merge(0, {A: 1}, 0)
+    assert epochs.advance(A) == 2
+    epochs.saved(0, epochs.snapshot())
+    epochs.merge(1, {A: 7}, 0)
+    assert epochs.get(A) == 8
+    assert epochs.unsaved(0)
+    epochs.saved(1, epochs.snapshot())
+    epochs.merge(1, {A: 8}, 0)
+    assert epochs.get(A) == 8, "what a medium keeps is no reason to advance again"
 
 
 def test_a_snapshot_does_not_change_later() -> None:
     epochs = Epochs()
     epochs.advance(A)
-    snapshot, _ = epochs.snapshot()
+    snapshot = epochs.snapshot()
     epochs.advance(A)
-    assert snapshot == {A: 1}
+    assert snapshot.epochs == {A: 1}
 
 
 STORED = strategies.dictionaries(strategies.sampled_from((A, B)), strategies.integers(1, 9))
 
 
+KEEPERS = 2
+
+
 @given(
     strategies.lists(
-        strategies.sampled_from((A, B)) | strategies.tuples(STORED, strategies.integers(0, 9)),
+        strategies.sampled_from((A, B))
+        | strategies.tuples(strategies.integers(0, KEEPERS - 1), STORED, strategies.integers(0, 9))
+        | strategies.integers(0, KEEPERS - 1),
         max_size=12,
     )
 )
-def test_epochs_never_fall_and_an_advance_is_new(steps: list[bytes | tuple[object, int]]) -> None:
-    epochs = Epochs()
+def test_epochs_never_fall_and_an_advance_is_new(
+    steps: list[bytes | tuple[int, dict[bytes, int], int] | int],
+) -> None:
+    """Steps are advances, what a medium knew, and saves to a medium."""
+    epochs = Epochs(KEEPERS)
     seen: dict[bytes, set[int]] = {A: {0}, B: {0}}
+    kept: list[tuple[dict[bytes, int], int]] = [({}, 0)] * KEEPERS
     for step in steps:
         before = {key: epochs.get(key) for key in (A, B)}
         if isinstance(step, bytes):
             new = epochs.advance(step)
             assert new == epochs.get(step)
             assert new not in seen[step], "an epoch that was current before"
+        elif isinstance(step, int):
+            snapshot = epochs.snapshot()
+            epochs.saved(step, snapshot)
+            kept[step] = (snapshot.epochs, snapshot.floor)
+            assert not epochs.unsaved(step)
         else:
-            stored, floor = step
-            assert isinstance(stored, Mapping)
-            epochs.merge(stored, floor)
+            keeper, stored, floor = step
+            epochs.merge(keeper, stored, floor)
+            kept[keeper] = (stored, floor)
             for key in (A, B):
                 assert epochs.get(key) >= max(stored.get(key, 0), floor)
         for key in (A, B):
             assert epochs.get(key) >= before[key]
             seen[key].add(epochs.get(key))
+        for keeper, (stored, floor) in enumerate(kept):
+            if not epochs.unsaved(keeper):
+                there = {key: max(stored.get(key, 0), floor) for key in (A, B)}
+                assert there == {key: epochs.get(key) for key in (A, B)}, "it knows less"

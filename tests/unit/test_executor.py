@@ -67,7 +67,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def executor(clock: FakeClock) -> Iterator[Executor]:
-    made = Executor(clock, read_threads=2, tick=lambda: None, tick_s=60.0)
+    made = Executor(clock, read_threads=2, lanes=2, tick=lambda: None, tick_s=60.0)
     made.start()
     yield made
     made.close(WAIT_S)
@@ -89,10 +89,10 @@ def test_work_runs_beside_and_answers_in_the_loop(executor: Executor, kind: str)
         names.append(threading.current_thread().name)
         return 7
 
-    submit = executor.read if kind == "read" else executor.write
+    submit = executor.read if kind == "read" else functools.partial(executor.write, 1)
     submit(work, done, deadline=math.inf, late=late)
     assert done.next() == 7
-    assert names[0].startswith(f"kvtier-{kind}")
+    assert names[0].startswith("kvtier-read-" if kind == "read" else "kvtier-write-1")
     assert done.threads == ["kvtier-loop"]
     assert late.none_left
 
@@ -115,12 +115,12 @@ def test_a_bug_in_work_becomes_a_tier_error_and_is_logged(
 ) -> None:
     done = Answers()
     with caplog.at_level(logging.ERROR, "kvtier.executor"):
-        executor.write(fail_with(bug), done, deadline=math.inf, late=done)
+        executor.write(0, fail_with(bug), done, deadline=math.inf, late=done)
         failure = done.next()
     assert isinstance(failure, TierError)
     assert failure.__cause__ is bug
     assert "storage work failed" in caplog.text
-    executor.write(lambda: "goes on", done, deadline=math.inf, late=done)
+    executor.write(0, lambda: "goes on", done, deadline=math.inf, late=done)
     assert done.next() == "goes on"
 
 
@@ -157,14 +157,14 @@ def test_a_deadline_that_lies_ahead_is_waited_for(executor: Executor, clock: Fak
 def test_writes_run_one_after_the_other_in_the_order_of_the_calls(executor: Executor) -> None:
     gate, done = Gate(0), Answers()
     started: list[int] = []
-    executor.write(gate, done, deadline=math.inf, late=done)
+    executor.write(0, gate, done, deadline=math.inf, late=done)
     for number in range(1, 50):
 
         def work(number: int = number) -> int:
             started.append(number)
             return number
 
-        executor.write(work, done, deadline=math.inf, late=done)
+        executor.write(0, work, done, deadline=math.inf, late=done)
     gate.wait_for_arrival()
     assert started == []
     gate.open()
@@ -176,9 +176,9 @@ def test_an_overdue_write_is_not_overtaken(executor: Executor, clock: FakeClock)
     """What the next write displaces may be what the hung one still writes."""
     gate, done, late = Gate(), Answers(), Answers()
     order: list[str] = []
-    executor.write(gate, done, deadline=clock.now(), late=late)
+    executor.write(0, gate, done, deadline=clock.now(), late=late)
     assert isinstance(done.next(), DeadlineError)
-    executor.write(lambda: order.append("second"), done, deadline=math.inf, late=late)
+    executor.write(0, lambda: order.append("second"), done, deadline=math.inf, late=late)
     executor.read(lambda: "read", late, deadline=math.inf, late=late)
     assert late.next() == "read"
     assert order == []
@@ -186,6 +186,43 @@ def test_an_overdue_write_is_not_overtaken(executor: Executor, clock: FakeClock)
     assert late.next() == "value"
     assert done.next() is None
     assert order == ["second"]
+
+
+def test_a_lane_that_hangs_holds_up_no_other_lane(executor: Executor) -> None:
+    gate, done, other = Gate(), Answers(), Answers()
+    executor.write(0, gate, done, deadline=math.inf, late=done)
+    gate.wait_for_arrival()
+    for number in range(20):
+        executor.write(1, functools.partial(abs, number), other, deadline=math.inf, late=other)
+        assert other.next() == number
+    assert done.none_left
+    gate.open()
+    assert done.next() == "value"
+
+
+def test_what_is_prepared_is_done_while_a_lane_is_busy(executor: Executor) -> None:
+    gate, done = Gate(), Answers()
+    executor.write(0, gate, done, deadline=math.inf, late=done)
+    gate.wait_for_arrival()
+    thread = executor.prepare(lambda: threading.current_thread().name)
+    assert thread.result(WAIT_S).startswith("kvtier-ahead")
+    failed = executor.prepare(fail_with(OSError(5, "no")))
+    executor.write(0, failed.result, done, deadline=math.inf, late=done)
+    gate.open()
+    assert done.next() == "value"
+    assert done.next() is failed.exception(WAIT_S), "a fault in it is a fault of the write"
+
+
+def test_close_ends_what_prepares_too(clock: FakeClock) -> None:
+    executor = Executor(clock, read_threads=1, lanes=1, tick=lambda: None, tick_s=60.0)
+    executor.start()
+    gate, done = Gate(), Answers()
+    ahead = executor.prepare(gate)
+    executor.write(0, ahead.result, done, deadline=math.inf, late=done)
+    gate.wait_for_arrival()
+    gate.open()
+    executor.close(WAIT_S)
+    assert done.next() == "value"
 
 
 def test_a_hung_read_leaves_the_other_threads_working(executor: Executor) -> None:
@@ -217,7 +254,7 @@ def test_a_failing_callback_harms_nobody_else(
 
 class TestTicks:
     def make(self, tick: Callable[[], None]) -> Executor:
-        executor = Executor(FakeClock(), read_threads=1, tick=tick, tick_s=0.001)
+        executor = Executor(FakeClock(), read_threads=1, lanes=1, tick=tick, tick_s=0.001)
         executor.start()
         return executor
 
@@ -264,7 +301,7 @@ class TestClose:
                 finished.append(outcome)
             number = next(left, None)
             if number is not None:
-                executor.write(lambda: number, next_write, deadline=math.inf, late=next_write)
+                executor.write(0, lambda: number, next_write, deadline=math.inf, late=next_write)
 
         next_write()
         executor.close(WAIT_S)
@@ -272,7 +309,7 @@ class TestClose:
 
     def test_it_waits_for_late_work_too(self, executor: Executor, clock: FakeClock) -> None:
         gate, done, late = Gate(), Answers(), Answers()
-        executor.write(gate, done, deadline=clock.now(), late=late)
+        executor.write(0, gate, done, deadline=clock.now(), late=late)
         assert isinstance(done.next(), DeadlineError)
         closer = threading.Thread(target=executor.close, args=(WAIT_S,))
         closer.start()
@@ -284,12 +321,12 @@ class TestClose:
     def test_b96_work_that_hangs_does_not_hold_it_up(
         self, clock: FakeClock, caplog: pytest.LogCaptureFixture
     ) -> None:
-        executor = Executor(clock, read_threads=2, tick=lambda: None, tick_s=60.0)
+        executor = Executor(clock, read_threads=2, lanes=2, tick=lambda: None, tick_s=60.0)
         executor.start()
         gates = [Gate(), Gate()]
         answers = Answers()
         executor.read(gates[0], answers, deadline=math.inf, late=answers)
-        executor.write(gates[1], answers, deadline=clock.now(), late=answers)
+        executor.write(0, gates[1], answers, deadline=clock.now(), late=answers)
         for gate in gates:
             gate.wait_for_arrival()
         assert isinstance(answers.next(), DeadlineError)
@@ -309,10 +346,10 @@ class TestClose:
 
     def test_a_second_close_does_nothing_and_no_thread_is_left(self, clock: FakeClock) -> None:
         before = set(threading.enumerate())
-        executor = Executor(clock, read_threads=2, tick=lambda: None, tick_s=60.0)
+        executor = Executor(clock, read_threads=2, lanes=2, tick=lambda: None, tick_s=60.0)
         executor.start()
         started = set(threading.enumerate()) - before
-        assert len(started) == 4
+        assert len(started) == 1 + 2 + 1 + 2, "the loop, readers, what prepares, one a lane"
         executor.close(WAIT_S)
         executor.close(WAIT_S)
         assert not any(thread.is_alive() for thread in started)
