@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterable
 from functools import lru_cache
 
+from kvtier.admission.budget import Budgeted, WriteBudget
 from kvtier.cache.epochs import Epochs
 from kvtier.cache.executor import Executor
 from kvtier.cache.fill import Filler
@@ -135,8 +136,6 @@ class Cache:
         work = (self._executor, self._lock, counters, self._clock)
         admission: AdmissionPolicy = admissions.load(config.admission)(config.capacity_bytes)
         if config.write_bytes_per_day:
-            from kvtier.admission.budget import Budgeted, WriteBudget
-
             admission = Budgeted(admission, WriteBudget(config.write_bytes_per_day))
         self._disk = disk
         self._state_log = StateLog(config.path)

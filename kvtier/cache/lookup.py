@@ -85,8 +85,7 @@ class Lookup:
         self._disk.touch(keys, sequence.features)
         shape = self._shapes.of(sequence.namespace.layout)
         for hit in match.hits:  # Parents first: where a parent is not written, no child is.
-            if self._dram.index.ready(hit.key) is not None:
-                self._writeout.add(hit.key, shape, sequence.features)
+            self._writeout.note(hit.key, shape, sequence.features)
 
     def count(self, match: Ready, start_token: int, end_token: int) -> None:
         """Count the whole chunks between two tokens that each tier was asked for in vain."""

@@ -28,8 +28,8 @@ _log = logging.getLogger("kvtier.disk")
 class VolumeOpener:
     """Brings one directory up and keeps it in order. ``tick`` under the cache's lock.
 
-    One thing at a time, the most urgent first: open, epochs, group commit, a probe where reads
-    have failed, and after an open a sweep for files that the index at rest did not know.
+    One thing at a time, the most urgent first: open, epochs, after an open a sweep for files that
+    the index at rest did not know, group commit, a probe where reads have failed.
     """
 
     def __init__(
@@ -70,6 +70,8 @@ class VolumeOpener:
             self._write(self._open, self._settle_open)
         elif volume.opened and self._epochs.unsaved(volume.number) and volume.writable:
             self._write(self._save, self._settle_save)
+        elif volume.writable and self._unswept:
+            self._write(self._sweep, self._settle_sweep)
         elif self._groups and volume.opened and self._clock.now() >= self._next_commit:
             self._write(self._files.commit_group, self._settle_commit)
         elif volume.read_probe_due:
@@ -77,8 +79,6 @@ class VolumeOpener:
             deadline = self._clock.now() + EPOCHS_WAIT_S_MAX
             probe, settle = self._files.probe, self._settle_probe
             self._executor.read(probe, settle, deadline=deadline, late=settle)
-        elif volume.writable and self._unswept:
-            self._write(self._sweep, self._settle_sweep)
 
     def wait_for_epochs(self) -> None:
         """Block until the first open has read the epochs or failed, for a bounded time."""
@@ -101,9 +101,7 @@ class VolumeOpener:
             if self._groups:
                 self._files.commit_group()
             if self._volume.opened:
-                chores = self._volume.take_chores()
-                self._volume.do(chores)
-                self._files.note(chores.changes())
+                self._volume.do(self._volume.take_chores())
             if self._epochs.unsaved(self._volume.number):
                 self._save()
         except OSError as error:
@@ -197,5 +195,7 @@ class VolumeOpener:
                 self._unswept.pop()
                 self._counters.corrupt_shards += len(outcome.corrupt)
                 self._disk.take_in(self._volume.number, outcome)
+                self._volume.swept = not self._unswept
+                self.tick()  # Writes wait until all parts are done.
             else:
                 self._volume.write_failed(outcome)

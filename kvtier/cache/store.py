@@ -124,4 +124,4 @@ class Storer:
             self._dram.commit(record)
             self._counters.written_bytes += record.entry.nbytes
             if self._writeout is not None:
-                self._writeout.add(record.entry.key, shape, record.entry.features)
+                self._writeout.note(record.entry.key, shape, record.entry.features)

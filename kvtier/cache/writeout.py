@@ -28,7 +28,7 @@ from kvtier.interfaces import AdmissionPolicy, Clock
 from kvtier.obs.stats import TierCounters
 from kvtier.shard_format import ShardDescription, seal
 from kvtier.tiers.disk.tier import DiskRecord, DiskTier
-from kvtier.tiers.disk.volume import Chores, Volume
+from kvtier.tiers.disk.volume import Chores, Volume, written
 from kvtier.tiers.dram import DramRecord, DramTier
 from kvtier.types import ChunkKey, Features, MissReason, ShardId
 
@@ -89,8 +89,8 @@ class Writeout:
         """Chunks that are being written."""
         return sum(lane.volume.writing_count for lane in self._lanes)
 
-    def add(self, key: ChunkKey, shape: ChunkShape, features: Features) -> None:
-        """Note an access to a chunk, whole and ready in DRAM: it may belong on disk too."""
+    def note(self, key: ChunkKey, shape: ChunkShape, features: Features) -> None:
+        """Note an access to a chunk: if it is ready in DRAM, it may belong on disk too."""
         self._disk.displace(key, shape.layouts.keys())
         if key in self._dirty:
             return
@@ -99,10 +99,9 @@ class Writeout:
             self._admission.touch(key, now, features)
             return
         record = self._dram.index.ready(key)
-        assert record is not None, "what may be written is ready in DRAM"
-        if record.places.keys() == shape.layouts.keys() and self._admission.offer(
-            replace(record.entry, features=features), now
-        ):
+        if record is None or record.places.keys() != shape.layouts.keys():
+            return
+        if self._admission.offer(replace(record.entry, features=features), now):
             self._dirty[key] = _Dirty(shape, next(self._numbers))
             self._dirty_bytes += shape.chunk_bytes
 
@@ -113,7 +112,7 @@ class Writeout:
     def drop(self, key: ChunkKey) -> None:
         """Note that a chunk leaves DRAM; if it was dirty it is lost, and counted."""
         if self._take(key) is not None:
-            self._counters.refused_chunks[MissReason.NO_ROOM] += 1
+            self._refuse(key)
 
     def flush(self) -> None:
         """From now on write everything, whatever the mode."""
@@ -166,7 +165,7 @@ class Writeout:
         sizes = dirty.shape.sizes
         target = self._disk.reserve(source.entry, source.namespace, source.codec, sizes)
         if target is None:
-            self._counters.refused_chunks[MissReason.NO_ROOM] += 1
+            self._refuse(key)
             return
         lane = self._lanes[self._disk.volume_of(target).number]
         lease = self._dram.index.lease([source])
@@ -235,9 +234,14 @@ class Writeout:
                 sealed.result()  # In any case: until then the slots are written to.
             for shard, place in target.places.items():
                 lane.volume.files.write(place.path, slots[shard])
-            lane.volume.files.note(chores.changes(row))
+            lane.volume.files.note(written(row))
 
         return write_shards
+
+    def _refuse(self, key: ChunkKey) -> None:
+        """Give up a chunk that the admission takes for written."""
+        self._counters.refused_chunks[MissReason.NO_ROOM] += 1
+        self.left_disk(key)
 
     def _requeue(self, key: ChunkKey, dirty: _Dirty) -> None:
         """Try a chunk again, and before its descendants, once the disk may be written to."""
@@ -253,7 +257,6 @@ class Writeout:
 
         def work() -> None:
             self._do(lane, chores)
-            lane.volume.files.note(chores.changes())
 
         def done(outcome: Fault | None) -> None:
             with self._lock:

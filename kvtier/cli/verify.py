@@ -22,21 +22,27 @@ _SHOWN_MAX = 50
 
 
 def verify(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="Directory of a disk tier.")],
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="PATH...", help="Directory of a disk tier; all of them, if several."
+        ),
+    ],
     repair: Annotated[  # noqa: FBT002
         bool, typer.Option("--repair", help="Quarantine what is corrupt, remove what is useless.")
     ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,  # noqa: FBT002
 ) -> None:
     """Read every byte of a disk tier; exit status 1 when something is wrong and not mended."""
-    if not (path / "shards").is_dir():
-        raise ConfigError(f"{path} is no disk tier: it has no folder 'shards'")
+    for path in paths:
+        if not (path / "shards").is_dir():
+            raise ConfigError(f"{path} is no disk tier: it has no folder 'shards'")
     files = LocalFiles()
-    owner = ShardFiles(str(path), Durability.NONE, files)
+    owners = [ShardFiles(str(path), Durability.NONE, files) for path in paths]
     try:
-        if repair:
+        for owner in owners if repair else ():
             owner.lock()
-        verifier = Verifier(str(path), files)
+        verifier = Verifier([str(path) for path in paths], files)
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("reading", total=None)
             for done, total in verifier.run():
@@ -45,14 +51,15 @@ def verify(
         if repair:
             verifier.repair()
     except OSError as error:
-        raise TierUnavailableError(f"{path}: {error}") from error
+        raise TierUnavailableError(str(error)) from error
     finally:
-        owner.close()
+        for owner in owners:
+            owner.close()
     if json_output:
         typer.echo(json.dumps(asdict(verdict) | {"repaired": repair}, indent=2))
     else:
         _show(verdict, repaired=repair)
-    if verdict.findings and not repair:
+    if not verdict.clean and not repair:
         raise typer.Exit(1)
 
 

@@ -332,7 +332,7 @@ def scenario(engine: EngineDouble) -> None:
 
 
 def test_b66_a_crash_at_any_call_leaves_a_disk_that_serves(setup: CacheSetup) -> None:
-    for nth in range(1, 40):
+    for nth in range(1, 100):
         nbytes = (None, 4096, 12_288)[nth % 3]
         setup.files.inject(FileCrash(nth=nth, nbytes=nbytes))
         engine = setup.open(dram_chunks=4, disk_chunks=6)

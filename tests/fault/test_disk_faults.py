@@ -55,7 +55,7 @@ class History:
     def write(self, name: object, parent: object | None = None) -> None:
         if not self.lab.tier.writable():
             self.lab.clock.advance(HEALTH_BACKOFF_S_MAX)
-        absent = self.lab.tier.opened and self.lab.tier.index.get(chunk_key(name)) is None
+        absent = self.lab.tier.opened and not self.lab.tier.holds(chunk_key(name))
         if absent and self.lab.write(name, parent):
             self._written.add(name)
         if self._durability is Durability.EACH:
@@ -324,7 +324,7 @@ Outcomes = queue.SimpleQueue[object]
 def hanging(tmp_path: Path) -> Iterator[tuple[DiskLab, FaultyFiles, Executor]]:
     faulty = FaultyFiles()
     lab = DiskLab(tmp_path, chunks=CHUNKS, files=faulty)
-    executor = Executor(lab.clock, read_threads=2, tick=lambda: None, tick_s=60.0)
+    executor = Executor(lab.clock, read_threads=2, lanes=1, tick=lambda: None, tick_s=60.0)
     executor.start()
     lab.open()
     for name in ("slow", "fast"):
@@ -343,7 +343,7 @@ def test_a_hung_write_holds_up_no_read(hanging: tuple[DiskLab, FaultyFiles, Exec
     target = lab.tier.reserve(lab.entry("new"), NAMESPACE, CODEC, lab.sizes)
     assert target is not None
     now = lab.clock.now()
-    executor.write(lambda: lab.write_files(target), done.put, deadline=now, late=late.put)
+    executor.write(0, lambda: lab.write_files(target), done.put, deadline=now, late=late.put)
     gate.wait_for_arrivals()
     overdue = done.get(timeout=30)
     assert isinstance(overdue, DeadlineError)
@@ -375,7 +375,7 @@ def test_a_hung_read_holds_up_no_other_read_and_no_write(
     assert isinstance(done.get(timeout=30), DeadlineError)
     executor.read(lambda: lab.read("fast"), done.put, deadline=math.inf, late=late.put)
     assert done.get(timeout=30) is True
-    executor.write(lambda: lab.write("new"), done.put, deadline=math.inf, late=late.put)
+    executor.write(0, lambda: lab.write("new"), done.put, deadline=math.inf, late=late.put)
     assert done.get(timeout=30) is True
     # What is read stays, whoever wants its place.
     for name in range(2 * CHUNKS):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -170,6 +171,10 @@ class CacheSetup:
             self.close(engine)
         messages = [record.getMessage() for record in self.errors]
         assert not messages, messages
+
+    def lose_index(self) -> None:
+        """Have the next open find out from the files alone what is there."""
+        shutil.rmtree(self.folder / "disk" / "index")
 
     def shard_files(self) -> list[Path]:
         """Every shard on disk, in no order."""

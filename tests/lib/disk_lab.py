@@ -10,7 +10,7 @@ import hashlib
 import mmap
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvtier.config import Durability
@@ -22,7 +22,7 @@ from kvtier.testing.policy_machine import chunk_key
 from kvtier.tiers.disk.files import FileInfo, FileSystem, LocalFiles
 from kvtier.tiers.disk.shard_files import Expected, ShardFiles
 from kvtier.tiers.disk.tier import DiskRecord, DiskTier, PolicyFactory
-from kvtier.tiers.disk.volume import Volume
+from kvtier.tiers.disk.volume import Volume, written
 from kvtier.types import ChunkKey, Entry, Features, ShardId, ShardLayout
 
 NAMESPACE = b"n" * 32
@@ -97,10 +97,10 @@ def files_below(root: str | Path, *folders: str) -> list[Path]:
     return sorted(p for name in where for p in Path(root, name).rglob("*") if p.is_file())
 
 
-def bytes_on_disk(root: str | Path) -> int:
-    """Return what the tier's files take, whatever the books say."""
+def bytes_on_disk(root: str | Path, *folders: str) -> int:
+    """Return what the tier's files take, or those in the named folders, whatever the books say."""
     total = 0
-    for folder in ("incoming", "shards", "quarantine"):
+    for folder in folders or ("incoming", "shards", "quarantine"):
         for directory, _, names in os.walk(Path(root, folder)):
             total += sum(Path(directory, name).stat().st_size for name in names)
     return total
@@ -149,6 +149,8 @@ class DiskLab:
         self.clock = FakeClock()
         self.corrupt = 0
         self.evicted: list[ChunkKey] = []
+        self.names: set[object] = set()
+        self.unswept: list[str] = []
         self._durability = durability
         self._policy = policy
         self._build()
@@ -167,13 +169,27 @@ class DiskLab:
             return False
         self.corrupt += len(found.scanned.corrupt) if found.scanned else 0
         self.tier.adopt(0, found, self.tier.cold_table(0, found))
-        for part in found.unswept:
-            scanned = self.shard_files.sweep(part, lambda files: self.tier.unknown(0, files))
+        self.unswept = list(found.unswept)
+        self.sweep()
+        while self.tier.trim() and self.do_chores():
+            pass
+        return True
+
+    def sweep(self) -> None:
+        """Look for what the index did not know, as far as the disk allows."""
+        while self.unswept and self.tier.opened:
+            try:
+                scanned = self.shard_files.sweep(self.unswept[-1], self._unknown)
+            except OSError as error:
+                self.volume.write_failed(error)
+                return
+            self.unswept.pop()
             self.corrupt += len(scanned.corrupt)
             self.tier.take_in(0, scanned)
-        while self.tier.trim():
-            self.do_chores()
-        return True
+        self.volume.swept = not self.unswept
+
+    def _unknown(self, files: Sequence[FileInfo]) -> list[FileInfo]:
+        return self.tier.unknown(0, files)
 
     def restart(self, *, capacity_chunks: int | None = None) -> bool:
         """Come back as another process would, after an end without any goodbye."""
@@ -200,6 +216,8 @@ class DiskLab:
 
     def write(self, name: object, parent: object | None = None) -> bool:
         """Write a chunk. False: refused or failed, and the tier knows why."""
+        self.sweep()
+        self.names.add(name)
         entry = self.entry(name, parent)
         target = self.tier.reserve(entry, NAMESPACE, CODEC, self.sizes)
         if target is None:
@@ -208,7 +226,7 @@ class DiskLab:
         try:
             self.volume.do(chores)
             self.write_files(target)
-            self.shard_files.note(chores.changes(self.tier.row(target)))
+            self.shard_files.note(written(self.tier.row(target)))
         except (OSError, KVTierError) as error:
             self.tier.abort(target)
             self.volume.return_chores(chores)
@@ -228,10 +246,10 @@ class DiskLab:
 
     def do_chores(self) -> bool:
         """Do what is due between writes."""
+        self.sweep()
         chores = self.volume.take_chores()
         try:
             self.volume.do(chores)
-            self.shard_files.note(chores.changes())
         except OSError as error:
             self.volume.return_chores(chores)
             self.volume.write_failed(error)
@@ -285,9 +303,16 @@ class DiskLab:
         return [self.tier.holds(chunk_key(name)) for name in names]
 
     def path_of(self, name: object, group: int = 0) -> Path:
-        record = self.tier.ready(chunk_key(name))
+        return Path(self._record(name).places[ShardId(group, 0, 0)].path)
+
+    def paths_of(self, name: object) -> list[str]:
+        return [place.path for place in self._record(name).places.values()]
+
+    def _record(self, name: object) -> DiskRecord:
+        key = chunk_key(name)
+        record = self.tier.ready(key) or self.tier.index.get(key)
         assert record is not None, f"{name} is not on disk"
-        return Path(record.places[ShardId(group, 0, 0)].path)
+        return record
 
     def known_paths(self) -> set[Path]:
         """Return the files that the books name, without using any chunk."""
@@ -299,8 +324,14 @@ class DiskLab:
     def check(self) -> None:
         """Require that books and directory agree, once nothing is left to be done."""
         assert self.do_chores(), "the chores could not be done"
+        for name in self.names:
+            self.read(name)  # What was lost with the power is found out now.
+        assert self.do_chores(), "the chores could not be done"
         self.tier.check_integrity()
-        assert self.tier.used_bytes == bytes_on_disk(self.root), "the books and the disk differ"
+        away = self.volume.quarantine_bytes  # Counted as if nothing there had been cut short.
+        assert away >= bytes_on_disk(self.root, "quarantine")
+        there = bytes_on_disk(self.root, "incoming", "shards")
+        assert self.tier.used_bytes - away == there, "the books and the disk differ"
         assert self.tier.used_bytes <= self.capacity_bytes
         known = self.known_paths()
         assert set(files_below(self.root, "shards")) == known, "an orphan"

@@ -29,7 +29,7 @@ from kvtier.testing.fault_files import (
 from kvtier.testing.policy_machine import chunk_key
 from kvtier.tiers.arena import Arena
 from kvtier.tiers.disk.tier import DiskRecord, PolicyFactory
-from kvtier.tiers.disk.volume import Chores, DiskPlace
+from kvtier.tiers.disk.volume import Chores, DiskPlace, written
 from kvtier.tiers.dram import DramRecord, DramTier
 from kvtier.tiers.index import Lease, State, TierIndex
 from kvtier.types import ChunkKey, Entry, Features, Slot
@@ -207,7 +207,7 @@ class Simulation:
                 slot = self.dram.arena.view(source.places[shard])
                 seal(slot, describe(source.entry, shard))
                 self.lab.shard_files.write(place.path, slot)
-            self.lab.shard_files.note(write.chores.changes(self.lab.tier.row(write.target)))
+            self.lab.shard_files.note(written(self.lab.tier.row(write.target)))
         except OSError as error:
             self.lab.tier.abort(write.target)
             self.lab.volume.return_chores(write.chores)

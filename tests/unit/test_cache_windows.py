@@ -82,6 +82,7 @@ def test_a_windowed_load_that_ends_early_counts_nothing(setup: CacheSetup) -> No
     for path in setup.shard_files():
         if path.name.startswith(sequence.chunk_keys[3].hex()):
             path.write_bytes(bytes(path.stat().st_size))
+    setup.lose_index()
     engine = setup.open(WINDOWED, dram_chunks=16)
     sequence = engine.sequence(FIVE)
     match = engine.match(sequence)
@@ -127,6 +128,7 @@ def test_a_chunk_that_lost_a_shard_never_counts_as_whole(setup: CacheSetup) -> N
     setup.close(engine)
     for path in shard_paths(setup, sequence.chunk_keys[1], group=1):
         path.unlink()
+    setup.lose_index()
 
     engine = setup.open(WINDOWED)
     five, two = engine.sequence(FIVE), engine.sequence(range(2 * CHUNK))

@@ -46,7 +46,7 @@ def shards(root: Path) -> list[Path]:
 
 
 def inspect(root: Path) -> Verdict:
-    verifier = Verifier(str(root), LocalFiles())
+    verifier = Verifier([str(root)], LocalFiles())
     steps = list(verifier.run())
     assert not steps or steps[-1][0] == steps[-1][1]
     return verifier.verdict

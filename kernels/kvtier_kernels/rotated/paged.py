@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import torch
 
@@ -28,14 +28,10 @@ def pack(
     """Fill the codes and scales of the span's rows."""
     parts = rows.gather(layers, span)
     for index, piece in enumerate(form.pieces):
-        columns = parts[piece.part][..., piece.start : piece.start + piece.dim]
-        values = columns.float()
-        if centre is not None and piece.part == 0:
-            values = values - centre.offsets(piece.start, piece.dim)
-        scales = packed.field(packed.section.scales[index]).view(torch.float16)
-        planes = [packed.field(area) for area in packed.section.codes[index]]
-        for block, scale, *some in _blocks(values, scales, *planes):
-            encoded = encode(block.flatten(0, -2), piece.code)
+        values = parts[piece.part]
+        for block, taken, scale, *some in _blocks(values, packed, form, index, centre):
+            wide = block.float() if taken is None else block.float() - taken
+            encoded = encode(wide.flatten(0, 1), piece.code)
             # NaN compares false as well.
             if not bool((encoded.scales <= FLOAT16_MAX).all()):
                 raise rows.UnrepresentableError("a NaN, an infinity or values too large")
@@ -52,31 +48,41 @@ def unpack(
     centre: Centre | None,
 ) -> None:
     """Write the span's rows into the pool."""
-    parts: dict[int, list[torch.Tensor]] = {0: [], 1: []}
-    for index, piece in enumerate(form.pieces):
-        scales = packed.field(packed.section.scales[index]).view(torch.float16)
-        planes = [packed.field(area) for area in packed.section.codes[index]]
-        values = torch.empty((*scales.shape[:-1], piece.dim), device=packed.data.device)
-        for block, scale, *some in _blocks(values, scales, *planes):
-            flat = Rows(tuple(plane.flatten(0, -2) for plane in some), scale.flatten())
-            block.copy_(decode(flat, piece.dim, piece.code).view(block.shape))
-        if centre is not None and piece.part == 0:
-            values += centre.offsets(piece.start, piece.dim)
-        parts[piece.part].append(values)
 
-    def write(part: int, target: torch.Tensor) -> None:
-        bound = torch.finfo(target.dtype).max
-        columns = 0
-        for values in parts[part]:
-            dim = values.shape[-1]
-            target[..., columns : columns + dim] = values.clamp_(-bound, bound)
-            columns += dim
+    def write(part: int, values: torch.Tensor) -> None:
+        bound = torch.finfo(values.dtype).max
+        for index, piece in enumerate(form.pieces):
+            if piece.part != part:
+                continue
+            for block, taken, scale, *some in _blocks(values, packed, form, index, centre):
+                flat = Rows(tuple(plane.flatten(0, 1) for plane in some), scale.flatten())
+                wide = decode(flat, piece.dim, piece.code).view(block.shape)
+                if taken is not None:
+                    wide = wide + taken
+                block.copy_(wide.clamp_(-bound, bound))
 
     rows.scatter(layers, span, write)
 
 
-def _blocks(*fields: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
-    """Cut ``[layers, heads, tokens, n]`` alike into views ``[some planes, tokens, n]``."""
-    together = max(1, _VALUES_TOGETHER // fields[0][0, 0].numel())
-    cut = (torch.split(field.flatten(0, 1), together) for field in fields)
-    return list(zip(*cut, strict=True))
+def _blocks(
+    values: torch.Tensor, packed: Packed, form: Format, index: int, centre: Centre | None
+) -> Iterator[Any]:
+    """Cut one piece of rows ``[layers, heads, tokens, dim]`` and what is packed of it alike.
+
+    Gives ``(values, taken, scales, *planes)`` of some planes each, ``[planes, tokens, n]``: views,
+    so that what is written into them is written into the whole. ``taken`` is the centre's, or
+    None.
+    """
+    piece = form.pieces[index]
+    values = values[..., piece.start : piece.start + piece.dim]
+    fields = [values, packed.field(packed.section.scales[index]).view(torch.float16)]
+    fields += [packed.field(area) for area in packed.section.codes[index]]
+    centred = centre is not None and piece.part == 0
+    if centre is not None and centred:
+        fields.append(centre.offsets(piece.start, piece.dim))
+    together = max(1, _VALUES_TOGETHER // (values.shape[2] * piece.dim))
+    # A view, never a copy.
+    flat = (torch.split(field.view(-1, *field.shape[2:]), together) for field in fields)
+    for block, scale, *some in zip(*flat, strict=True):
+        taken = some.pop() if centred else None
+        yield block, taken, scale, *some

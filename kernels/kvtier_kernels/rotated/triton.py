@@ -53,7 +53,7 @@ def pack(
     """Fill the codes and scales of the span's rows; waits for the outcome."""
     failed = torch.zeros(1, dtype=torch.int32, device=packed.data.device)
     for index in range(len(form.pieces)):
-        _launch(_pack, layers, span, form, packed, centre, index, failed)
+        _launch(pack_kernel, layers, span, form, packed, centre, index, failed)
     if failed.item():
         raise UnrepresentableError("a NaN, an infinity or values too large")
 
@@ -68,7 +68,7 @@ def unpack(
     """Write the span's rows into the pool."""
     failed = torch.zeros(1, dtype=torch.int32, device=packed.data.device)
     for index in range(len(form.pieces)):
-        _launch(_unpack, layers, span, form, packed, centre, index, failed)
+        _launch(unpack_kernel, layers, span, form, packed, centre, index, failed)
 
 
 def _launch(
@@ -91,10 +91,10 @@ def _launch(
     centred = centre is not None and piece.part == 0
     # Where nothing is taken from the rows, any address does.
     taken = (centre.mean, centre.partner, centre.cos, centre.sin) if centre else (failed,) * 4
-    constants = _constants(piece, span.token_count)
+    fixed = constants(piece, span.token_count)
     grid = (
         packed.section.layers * span.head_count,
-        triton.cdiv(span.token_count, constants["ROWS"]),
+        triton.cdiv(span.token_count, fixed["ROWS"]),
     )
     kernel[grid](
         address_table(views, span),
@@ -119,11 +119,12 @@ def _launch(
         ALIGN=alignment(views) if piece.start * views[0].element_size() % 16 == 0 else 1,
         num_warps=_WARPS,
         enable_fp_fusion=False,
-        **constants,
+        **fixed,
     )
 
 
-def _constants(piece: Piece, tokens: int) -> dict[str, Any]:
+def constants(piece: Piece, tokens: int) -> dict[str, Any]:
+    """What the kernels are specialized for, by a piece and the number of its rows."""
     odd, exponent = factors(piece.dim)
     block_dim = max(_BLOCK_DIM_MIN, triton.next_power_of_2(piece.dim))
     widths = piece.code.widths
@@ -260,7 +261,7 @@ def _level_codes(
 
 
 @triton.jit
-def _pack(
+def pack_kernel(
     table, packed, failed, signs, tables, mean, partner, cosine, sine,
     layers, heads, tokens, skipped, pool_head, block_tokens, part_dim,
     codes_start, codes_head, first_bytes, second_start, second_bytes, scales_start, scales_head,
@@ -271,6 +272,7 @@ def _pack(
     PEAK: tl.constexpr, PEAK_INVERSE: tl.constexpr, UNIT: tl.constexpr, LEVELS: tl.constexpr,
     FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
+    """Quantise ROWS rows of one plane's piece; set ``failed`` where one cannot be stored."""
     plane = tl.program_id(0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_DIM)[None, :]
@@ -318,7 +320,7 @@ def _pack(
 
 
 @triton.jit
-def _unpack(
+def unpack_kernel(
     table, packed, failed, signs, tables, mean, partner, cosine, sine,
     layers, heads, tokens, skipped, pool_head, block_tokens, part_dim,
     codes_start, codes_head, first_bytes, second_start, second_bytes, scales_start, scales_head,
@@ -329,6 +331,7 @@ def _unpack(
     PEAK: tl.constexpr, PEAK_INVERSE: tl.constexpr, UNIT: tl.constexpr, LEVELS: tl.constexpr,
     FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
+    """Write ROWS rows of one plane's piece into the pool; arguments as ``pack_kernel``."""
     plane = tl.program_id(0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_DIM)[None, :]

@@ -52,12 +52,13 @@ class DiskTier:
         self.volumes = tuple(volumes)
         self.capacity_bytes = sum(volume.capacity_bytes for volume in volumes)
         self.index: TierIndex[DiskPlace] = TierIndex(self._reclaim)
-        self._policy = policy(self.capacity_bytes, self.index.pinned)
+        self._policy = policy(self.capacity_bytes, self._pinned)
         self._clock = clock
         self._on_evict = on_evict
         self._cold = ColdTable((), self._is_hot)
         self._condemned: set[str] = set()
         self._ranked_bytes = 0  # What the policy holds.
+        self._placing: ChunkKey | None = None  # Ranked, and not in the index yet.
 
     def __len__(self) -> int:
         return len(self.index) + len(self._cold)
@@ -193,7 +194,9 @@ class DiskTier:
             return None
         self._ranked_bytes += entry.nbytes
         self._evict_all(victims)
+        self._placing = entry.key
         volume = self._make_room(entry.nbytes)
+        self._placing = None
         if volume is None:
             self._unrank(entry)
             return None
@@ -288,6 +291,9 @@ class DiskTier:
         ranked = sum(record.entry.nbytes for record in self.index)
         if ranked != self._ranked_bytes:
             raise AssertionError(f"{self._ranked_bytes} bytes ranked, {ranked} held")
+
+    def _pinned(self, key: ChunkKey) -> bool:
+        return key == self._placing or self.index.pinned(key)
 
     def _is_hot(self, key: ChunkKey) -> bool:
         return self.index.get(key) is not None

@@ -1,14 +1,15 @@
 """Reading a whole disk tier and holding every byte against what its shards say of themselves.
 
-For a directory at rest. One that is in use may be read too: what its owner removes meanwhile is
-passed over, and what it is just writing lies in ``incoming`` as it should.
+For directories at rest. Those in use may be read too: what their owner removes meanwhile is
+passed over, and what it is just writing lies in ``incoming`` as it should. The directories of one
+tier are read together, since a chunk and its parent may lie in different ones.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -28,7 +29,7 @@ class Problem(StrEnum):
     CORRUPT = "corrupt"  # quarantined
     TWIN = "twin"  # an older file of a shard that was written again: removed
     ORPHAN = "orphan"  # no lookup can reach it, for its parent is not there: removed
-    LEFTOVER = "leftover"  # was being written when its writer ended: removed
+    LEFTOVER = "leftover"  # was being written when its writer was killed: removed, here or at open
     INDEX = "index"  # cannot be trusted, so that a start reads all headers: removed
 
 
@@ -51,12 +52,25 @@ class Verdict:
     quarantined_files: int
     findings: tuple[Finding, ...]
 
+    @property
+    def clean(self) -> bool:
+        """True when nothing is wrong.
+
+        What a killed writer leaves in ``incoming`` is as it must be: no name leads there, and the
+        next open removes it.
+        """
+        return all(finding.problem is Problem.LEFTOVER for finding in self.findings)
+
 
 class Verifier:
-    """Reads a directory file by file; ``verdict`` is complete when ``run`` is exhausted."""
+    """Reads the directories of a tier file by file, one thread, blocking.
 
-    def __init__(self, root: str, files: FileSystem) -> None:
-        self._root = os.path.abspath(root)
+    ``verdict`` is complete when ``run`` is exhausted.
+    """
+
+    def __init__(self, roots: Sequence[str], files: FileSystem) -> None:
+        """``roots`` are all directories of one tier: what hangs below a missing one is orphaned."""
+        self._roots = [os.path.abspath(root) for root in roots]
         self._files = files
         self._buffer = memoryview(b"")
         self._sound: dict[bytes, tuple[FileInfo, ShardHeader]] = {}
@@ -64,14 +78,15 @@ class Verifier:
 
     def run(self) -> Iterator[tuple[int, int]]:
         """Yield (bytes read so far, bytes in all) after each file. Raises ``OSError``."""
-        shards = sorted(self._files.list(self._path("shards")), key=lambda info: info.path)
+        # By name, whatever the directory: of two files of one shard the later one was written last.
+        shards = sorted(self._list("shards"), key=lambda info: os.path.basename(info.path))
         total = sum(info.nbytes for info in shards)
         done = 0
         for info in shards:
             self._judge(info)
             done += info.nbytes
             yield done, total
-        for info in self._files.list(self._path("incoming")):
+        for info in self._list("incoming"):
             self._find(info, Problem.LEFTOVER, "was being written")
         self._find_orphans()
         self._judge_index()
@@ -82,30 +97,34 @@ class Verifier:
         return Verdict(
             sound_shards=len(self._sound),
             nbytes=sum(info.nbytes for info, _ in self._sound.values()),
-            quarantined_files=len(self._files.list(self._path("quarantine"))),
+            quarantined_files=len(self._list("quarantine")),
             findings=tuple(self._findings),
         )
 
     def repair(self) -> None:
-        """Quarantine what is corrupt and remove what is useless. Nobody else uses the directory.
+        """Quarantine what is corrupt and remove what is useless. Nobody else uses the tier.
 
         Raises ``OSError`` at the first file that cannot be moved.
         """
         for finding in self._findings:
             if finding.problem is Problem.CORRUPT:
-                target = self._path("quarantine", os.path.basename(finding.path))
+                name = os.path.basename(finding.path)
+                target = os.path.join(self._root_of(finding.path), "quarantine", name)
                 self._files.replace(finding.path, target)
             else:
                 self._files.remove(finding.path)
-        if self._findings:  # What it says of these files is not true any more.
-            for info in self._files.list(self._path("index")):
+        # What an index says of these files is not true any more.
+        touched = {self._root_of(finding.path) for finding in self._findings}
+        for info in self._list("index"):
+            if self._root_of(info.path) in touched:
                 self._files.remove(info.path)
 
     def _judge_index(self) -> None:
-        for info in self._files.list(self._path("index")):
-            is_snapshot = os.path.basename(info.path) == "snapshot"
-            if is_snapshot and Journal(self._root, self._files).load() is None:
-                self._find(info, Problem.INDEX, "cannot be trusted")
+        for info in self._list("index"):
+            if os.path.basename(info.path) == "snapshot":
+                journal = Journal(self._root_of(info.path), self._files)
+                if journal.load() is None:
+                    self._find(info, Problem.INDEX, "cannot be trusted")
 
     def _judge(self, info: FileInfo) -> None:
         try:
@@ -158,5 +177,12 @@ class Verifier:
     def _find(self, info: FileInfo, problem: Problem, detail: str) -> None:
         self._findings.append(Finding(info.path, info.nbytes, problem, detail))
 
-    def _path(self, *parts: str) -> str:
-        return os.path.join(self._root, *parts)
+    def _list(self, folder: str) -> list[FileInfo]:
+        found: list[FileInfo] = []
+        for root in self._roots:
+            found += self._files.list(os.path.join(root, folder))
+        return found
+
+    def _root_of(self, path: str) -> str:
+        # The deepest one, should a directory lie within another.
+        return max((r for r in self._roots if path.startswith(os.path.join(r, ""))), key=len)

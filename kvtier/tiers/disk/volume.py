@@ -54,7 +54,7 @@ class DiskPlace:
 
 @dataclass(frozen=True, slots=True)
 class Chores:
-    """What the writing thread has to do before its next write, and what it then notes."""
+    """What the writing thread has to note and to do before its next write."""
 
     remove: tuple[DiskPlace, ...]
     quarantine: tuple[DiskPlace, ...]
@@ -62,9 +62,9 @@ class Chores:
     removed: tuple[tuple[ChunkKey, int], ...]
     used: tuple[ChunkKey, ...]
 
-    def changes(self, *written: Row) -> Changes:
-        """Return what the index at rest has to learn once all this is done."""
-        return Changes((*self.added, *written), self.removed, self.used, wall_clock_ms())
+    def changes(self) -> Changes:
+        """Return what the index at rest has to learn before anything is done."""
+        return Changes(self.added, self.removed, self.used, wall_clock_ms())
 
     @property
     def empty(self) -> bool:
@@ -80,6 +80,7 @@ class Volume:
         self.files = files
         self.capacity_bytes = capacity_bytes
         self.opened = False
+        self.swept = False  # Nothing is written before it is known what lies there.
         self.held_bytes = 0  # Of chunks, those included that are leaving or not written yet.
         self.writing_count = 0
         self._clock = clock
@@ -148,7 +149,7 @@ class Volume:
     @property
     def accepts(self) -> bool:
         """True when a write may be started now: it may be tried, and few are under way."""
-        return self.writable and self.writing_count < WRITES_INFLIGHT_MAX
+        return self.writable and self.swept and self.writing_count < WRITES_INFLIGHT_MAX
 
     @property
     def write_probe_due(self) -> bool:
@@ -177,6 +178,7 @@ class Volume:
             self.condemn(found.scanned.corrupt)
             self.discard(found.scanned.useless)
         self.opened = True
+        self.swept = not found.unswept
         for health in (self._open_health, self._write_health, self._read_health):
             health.success()
 
@@ -279,7 +281,13 @@ class Volume:
         return chores
 
     def do(self, chores: Chores) -> None:
-        """Unlink and put away; in the writing thread, without the lock. Raises ``OSError``."""
+        """Unlink and put away; in the writing thread, without the lock. Raises ``OSError``.
+
+        The index at rest forgets a chunk before its files go: cut off in between, a start finds
+        files that it does not know, and not a chunk that has none.
+        """
+        if not chores.empty:
+            self.files.note(chores.changes())
         for place in chores.quarantine:
             self.files.quarantine(place.path)
             _log.warning("quarantined %s", place.path)
@@ -347,6 +355,11 @@ class Volume:
         if isinstance(error, DirectoryLostError):
             self.opened = False
             self._open_health.failure("missing", str(error), self._clock.now())
+
+
+def written(row: Row) -> Changes:
+    """Return what the index at rest learns of a chunk whose files are written."""
+    return Changes((row,), (), (), row.used_ms)
 
 
 def wall_clock_ms() -> int:
