@@ -20,6 +20,7 @@ from kvtier.constants import DIGEST_BYTES, TRIM_CHUNKS_MAX
 from kvtier.interfaces import Clock, EvictionPolicy
 from kvtier.tiers.disk.cold import ColdTable
 from kvtier.tiers.disk.files import FileInfo
+from kvtier.tiers.disk.room import has_place, make_room
 from kvtier.tiers.disk.rows import Kind, Row
 from kvtier.tiers.disk.scan import Scanned, parse_name
 from kvtier.tiers.disk.shard_files import Found
@@ -180,6 +181,8 @@ class DiskTier:
         no directory can be written to.
         """
         assert not self.holds(entry.key), "reserved twice"
+        if not has_place(self.volumes, entry.nbytes):
+            return None
         if entry.parent is not None:
             self._bring(entry.parent)
             if self.index.get(entry.parent) is None:
@@ -195,7 +198,7 @@ class DiskTier:
         self._ranked_bytes += entry.nbytes
         self._evict_all(victims)
         self._placing = entry.key
-        volume = self._make_room(entry.nbytes)
+        volume = make_room(self.volumes, entry.nbytes, self._evict_more)
         self._placing = None
         if volume is None:
             self._unrank(entry)
@@ -273,7 +276,7 @@ class DiskTier:
         for volume in over:
             # What left before is unlinked before more leaves.
             while volume.room_bytes < 0 and len(volume.unnoted) < TRIM_CHUNKS_MAX:
-                if not self._drop_coldest() and not self._evict_more(1):
+                if not self._evict_more():
                     return False
         return bool(over)
 
@@ -322,31 +325,12 @@ class DiskTier:
         self.index.add(record)
         self.index.set_ready(record)
 
-    def _make_room(self, nbytes: int) -> Volume | None:
-        """Return the writable directory with most room, once it has enough; a readable one first.
-
-        The policy counts bytes of all directories. Where what left lies in others than where room
-        is needed, more leaves; when as many chunks have left as there are directories, one of
-        them has room.
-        """
-        for attempt in range(len(self.volumes) + 1):
-            usable = [v for v in self.volumes if v.accepts]
-            volume = max(usable, key=lambda v: (v.readable, v.room_bytes), default=None)
-            if volume is None or volume.capacity_bytes < nbytes:
-                return None
-            if volume.room_bytes >= nbytes:
-                return volume
-            if len(self.volumes) == 1 or not self._evict_more(nbytes * (attempt + 1)):
-                return None
-        return None
-
-    def _evict_more(self, nbytes: int) -> bool:
-        """Let so many bytes go that the policy has room for as many; False: it cannot."""
-        now = self._clock.now()
+    def _evict_more(self) -> bool:
+        """Let at least one chunk go, from whichever directory; False: none may."""
         if self._drop_coldest():
             return True
-        spare = self.capacity_bytes - self._ranked_bytes
-        victims = self._policy.admit(Entry(_ROOM, None, max(nbytes, spare + 1), 0), now)
+        more_than_room = self.capacity_bytes - self._ranked_bytes + 1
+        victims = self._policy.admit(Entry(_ROOM, None, more_than_room, 0), self._clock.now())
         if not victims:
             return False
         self._policy.remove(_ROOM)
