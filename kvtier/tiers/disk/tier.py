@@ -20,7 +20,7 @@ from kvtier.constants import DIGEST_BYTES, TRIM_CHUNKS_MAX
 from kvtier.interfaces import Clock, EvictionPolicy
 from kvtier.tiers.disk.cold import ColdTable
 from kvtier.tiers.disk.files import FileInfo
-from kvtier.tiers.disk.room import has_place, make_room
+from kvtier.tiers.disk.room import ROOM, has_place, make_room
 from kvtier.tiers.disk.rows import Kind, Row
 from kvtier.tiers.disk.scan import Scanned, parse_name
 from kvtier.tiers.disk.shard_files import Found
@@ -31,9 +31,6 @@ from kvtier.types import ChunkKey, Entry, Features, ShardId
 PolicyFactory = Callable[[int, Callable[[ChunkKey], bool]], EvictionPolicy]
 
 DiskRecord = Record[DiskPlace]
-
-# Stands in for a chunk that needs room in a directory where the policy's victims left none.
-_ROOM = ChunkKey(b"room for a chunk")
 
 
 class DiskTier:
@@ -166,6 +163,8 @@ class DiskTier:
             else:
                 volume.held_bytes += row.nbytes
                 volume.note_added(row)
+                if row.parent is not None:
+                    self._bring(row.parent)  # Or it would leave first, coldest as it is.
                 self._enter(number, row)
 
     def unknown(self, number: int, files: Sequence[FileInfo]) -> list[FileInfo]:
@@ -330,10 +329,10 @@ class DiskTier:
         if self._drop_coldest():
             return True
         more_than_room = self.capacity_bytes - self._ranked_bytes + 1
-        victims = self._policy.admit(Entry(_ROOM, None, more_than_room, 0), self._clock.now())
+        victims = self._policy.admit(Entry(ROOM, None, more_than_room, 0), self._clock.now())
         if not victims:
             return False
-        self._policy.remove(_ROOM)
+        self._policy.remove(ROOM)
         self._evict_all(victims)
         return True
 
