@@ -1,6 +1,6 @@
 """The rotated codecs' Triton kernels against the reference, bit for bit, both ways.
 
-On a machine without a GPU they run in Triton's interpreter (see ``conftest.py``).
+On a machine without a GPU they run in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import torch
 
 from kvtier_kernels import raw, rows
 from kvtier_kernels.rotated import Centre, RotatedKernel, paged
-from kvtier_kernels.rotated import triton as kernels
 from kvtier_kernels.rotated.fields import Packed, room
 from kvtier_kernels.rotated_format import INT6, INT8, LM4, LM5, Code, Format
+from tests.lib.rotated_pools import triton_kernels
 
+KERNELS = triton_kernels()
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 CODES = (INT8, INT6, LM5, LM4)
@@ -73,14 +74,14 @@ def assert_same(
     section = form.section(layers, moved.kv_heads, moved.tokens, 0)
     centre = centre_of(form, moved, layers) if centred else None
     packed: list[Packed] = []
-    for engine in (paged, kernels):
+    for engine in (paged, KERNELS):
         few = room(form, section, moved, DEVICE)
         few.data.fill_(POISON)
         engine.pack(pool, moved, form, few, centre)
         packed.append(few)
     assert torch.equal(packed[0].data, packed[1].data)
     targets = poisoned(pool), poisoned(pool)
-    for engine, target in zip((paged, kernels), targets, strict=True):
+    for engine, target in zip((paged, KERNELS), targets, strict=True):
         engine.unpack(packed[0], target, moved, form, centre)
     for expected, found in zip(*targets, strict=True):
         for before, after in zip(expected, found, strict=True):
@@ -133,7 +134,7 @@ def test_what_cannot_be_stored_is_refused(code: Code, bad: float, dim: int) -> N
     v_view[7, 1, 1, dim - 1] = bad
     few = room(form, form.section(1, 3, 20, 0), moved, DEVICE)
     with pytest.raises(rows.UnrepresentableError):
-        kernels.pack(layers, moved, form, few, None)
+        KERNELS.pack(layers, moved, form, few, None)
 
 
 # Defined only where they can run.

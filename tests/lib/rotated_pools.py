@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from kvtier_kernels import raw
+from kvtier_kernels.rotated import Engine
 from kvtier_kernels.rotated_format import Code, Format
+
+if not torch.cuda.is_available():
+    # Read where a kernel is defined: before a test imports one.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def triton_kernels() -> Engine:
+    """The kernels for a GPU; without one they run in Triton's interpreter."""
+    from kvtier_kernels.rotated import triton
+
+    return triton
 
 
 def gaussian(*shape: int, seed: int = 1) -> torch.Tensor:
