@@ -1,0 +1,1 @@
+"""What a codec costs in quality, measured on the user's own model and text: ``kvtier quality``."""

@@ -1,0 +1,66 @@
+"""KV through a codec and back, by the moves that a store and a later load make."""
+
+from __future__ import annotations
+
+from kvtier.cache.planner import chunk_shape, load_moves, shard_writers, store_moves
+from kvtier.interfaces import BlockCodec
+from kvtier.layout import shard_layout
+from kvtier.types import Blocks, KVLayout, Placement, ShardId, Slot
+from kvtier_engine.kv_pool import KVPool
+
+_WORKERS = (Placement(),)
+
+
+class RoundTrip:
+    """One codec's way for chunks of a layout with one KV group, through one slot per shard."""
+
+    def __init__(self, codec: BlockCodec, layout: KVLayout) -> None:
+        """Raise ``CodecError`` or ``LayoutError`` for a layout that the codec cannot carry."""
+        self._codec = codec
+        self._layout = layout
+        self._shape = chunk_shape(layout, codec)
+        self._writers = shard_writers(layout, self._shape, _WORKERS)
+        self._slots = {shard: bytearray(size) for shard, size in self._shape.sizes.items()}
+
+    def run(self, source: KVPool, target: KVPool, chunks: range) -> None:
+        """Pack chunks of ``source`` and unpack them into ``target``, which may be the same pool.
+
+        Both hold one sequence in all of their blocks, from its first token on. Raises
+        ``CodecError`` for values that the codec refuses.
+        """
+        blocks = Blocks(0, (tuple(range(source.block_count)),), source.block_tokens)
+        for chunk in chunks:
+            for move in store_moves(
+                self._layout,
+                self._shape,
+                self._writers,
+                chunk=chunk,
+                blocks=blocks,
+                slots=self._slot,
+            ):
+                self._codec.pack(source, move, self._payload(move.shard, move.payload_offset))
+            for move in load_moves(
+                self._layout,
+                self._shape,
+                _WORKERS,
+                chunk=chunk,
+                groups=frozenset({0}),
+                blocks=blocks,
+                slots=self._slot,
+                sections=lambda shard: range(self._shape.layouts[shard].sections),
+            ):
+                self._codec.unpack(self._payload(move.shard, move.payload_offset), target, move)
+
+    def _slot(self, shard: ShardId) -> Slot:
+        return Slot(0, len(self._slots[shard]))
+
+    def _payload(self, shard: ShardId, offset: int) -> memoryview:
+        return memoryview(self._slots[shard])[offset:]
+
+
+def bits_per_value(codec: BlockCodec, layout: KVLayout) -> float:
+    """Return the packed bits per value of a layout's first shard, scales and all."""
+    shape = shard_layout(layout, ShardId(0, 0, 0))
+    packed = sum(codec.section_bytes(shape, section) for section in range(shape.sections))
+    values = shape.layers * shape.kv_heads * shape.tokens * (shape.k_dim + shape.v_dim)
+    return 8.0 * packed / values
