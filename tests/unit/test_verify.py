@@ -22,9 +22,9 @@ GROUP = KVGroup(GroupKind.FULL, (0, 1, 2), kv_heads=2, k_dim=8, v_dim=8, dtype="
 NAMESPACE = Namespace("weights", KVLayout((GROUP,), chunk_tokens=16, section_layers=1))
 
 
-def run_once(root: Path) -> Cache:
+def run_once(root: Path, *more: Path) -> Cache:
     """Store one sequence of chunks and return the cache, which has written all of it."""
-    disk = DiskConfig(str(root), 8 * MIB)
+    disk = DiskConfig(str(root), 8 * MIB, more_paths=tuple(map(str, more)))
     cache = Cache(CacheConfig(dram_bytes=MIB, slab_bytes=MIB, disk=disk))
     engine = EngineDouble(cache, NAMESPACE, block_tokens=4)
     prompt = engine.sequence(range(16 * CHUNKS))
@@ -45,8 +45,8 @@ def shards(root: Path) -> list[Path]:
     return sorted((root / "shards").rglob("*.kvs"), key=lambda path: path.name.split("-")[1])
 
 
-def inspect(root: Path) -> Verdict:
-    verifier = Verifier([str(root)], LocalFiles())
+def inspect(*roots: Path) -> Verdict:
+    verifier = Verifier([str(root) for root in roots], LocalFiles())
     steps = list(verifier.run())
     assert not steps or steps[-1][0] == steps[-1][1]
     return verifier.verdict
@@ -141,3 +141,52 @@ def test_what_is_no_tier_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["verify", str(tmp_path)])
     assert isinstance(result.exception, ConfigError)
     assert "no folder 'shards'" in str(result.exception)
+
+
+def test_the_directories_of_a_tier_are_read_together(tmp_path: Path) -> None:
+    one, other = roots = (tmp_path / "one", tmp_path / "other")
+    run_once(*roots).close()
+    assert shards(one)
+    assert shards(other)
+    verdict = inspect(*roots)
+    assert (verdict.sound_shards, verdict.findings) == (CHUNKS, ())
+    assert Problem.ORPHAN in problems(inspect(other)).values()  # Without what lies above.
+    last = max(shards(one) + shards(other), key=lambda path: path.name.split("-")[1])
+    flip(last, 5000)
+    command = ["verify", str(one), str(other)]
+    assert CliRunner().invoke(app, command).exit_code == 1
+    assert CliRunner().invoke(app, [*command, "--repair"]).exit_code == 0
+    assert (last.parents[2] / "quarantine" / last.name).exists()
+    verdict = inspect(*roots)
+    assert (verdict.sound_shards, verdict.findings) == (CHUNKS - 1, ())
+
+
+def test_of_several_directories_in_use_none_is_repaired(tmp_path: Path) -> None:
+    idle, busy = tmp_path / "idle", tmp_path / "busy"
+    run_once(idle).close()
+    cache = run_once(busy)
+    try:
+        result = CliRunner().invoke(app, ["verify", str(idle), str(busy), "--repair"])
+        assert isinstance(result.exception, TierUnavailableError)
+    finally:
+        cache.close()
+    run_once(idle).close()  # It was let go again.
+
+
+def test_what_a_killed_writer_leaves_is_told_and_is_no_fault(root: Path) -> None:
+    (root / "incoming" / "half").write_bytes(b"half")
+    told = CliRunner().invoke(app, ["verify", str(root)])
+    assert told.exit_code == 0
+    assert "leftover" in told.stdout
+    run_once(root).close()  # Goes with the next open.
+    assert inspect(root).findings == ()
+
+
+def test_an_older_file_in_another_directory_is_a_twin(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    run_once(one).close()
+    run_once(other).close()
+    verdict = inspect(one, other)
+    assert verdict.sound_shards == CHUNKS
+    assert set(problems(verdict)) == {path.name for path in shards(one)}
+    assert set(problems(verdict).values()) == {Problem.TWIN}
