@@ -45,8 +45,7 @@ def assembly(kernel: Any, piece: Piece, dtype: str, *, centred: bool) -> str:
         if name in POINTERS or name in ALIGNED:
             attributes[index,] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": 8, "enable_fp_fusion": False}
-    ptx: str = triton.compile(source, target=HOPPER, options=options).asm["ptx"]
+    ptx: str = triton.compile(source, target=HOPPER, options=kernels.OPTIONS).asm["ptx"]
     return ptx
 
 

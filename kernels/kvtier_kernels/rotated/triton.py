@@ -35,7 +35,8 @@ from kvtier_kernels.rows.triton import (
 _TILE_VALUES: Final = 4096
 #: A byte of the narrowest bit plane holds this many values.
 _BLOCK_DIM_MIN: Final = 8
-_WARPS: Final = 8
+#: How kernels are compiled: see above.
+OPTIONS: Final = {"num_warps": 8, "enable_fp_fusion": False}
 
 _FIXED_PEAK = tl.constexpr(FIXED_PEAK)
 _FIXED_STEP = tl.constexpr(1.0 / FIXED_PEAK)
@@ -117,8 +118,7 @@ def _launch(
         ELEMENT=element_type(views),
         DTYPE=str(views[0].dtype).removeprefix("torch."),
         ALIGN=alignment(views) if piece.start * views[0].element_size() % 16 == 0 else 1,
-        num_warps=_WARPS,
-        enable_fp_fusion=False,
+        **OPTIONS,
         **fixed,
     )
 
