@@ -168,6 +168,7 @@ class PowerCutFiles:
         """Put a file that survived in its place, its bytes torn unless they were safe."""
         path, kept = Path(name), self._shadow / str(number)
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._safe_directories |= {str(parent) for parent in path.parents}
         way = 0 if number in self._safe_bytes else self._random.randrange(3)
         data = bytearray(kept.read_bytes()) if way else bytearray()
         if way == 0 or not data:

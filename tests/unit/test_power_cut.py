@@ -137,14 +137,15 @@ def test_what_may_become_of_a_file(
     assert states(tmp_path, name, *steps) == expected
 
 
-def test_what_survived_one_cut_survives_the_next(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["in/new", "deep/er/new"])
+def test_what_survived_one_cut_survives_the_next(tmp_path: Path, name: str) -> None:
     for seed in SEEDS:
         room = Room(tmp_path, seed)
-        room.create("in/new")
+        room.create(name)
         room.files.cut()
-        before = room.state("in/new")
+        before = room.state(name)
         room.files.cut()
-        assert room.state("in/new") == before
+        assert room.state(name) == before
 
 
 def test_a_rename_is_never_seen_half(tmp_path: Path) -> None:
