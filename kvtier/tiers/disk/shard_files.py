@@ -174,8 +174,7 @@ class ShardFiles:
         Raises ``OSError``, ``DirectoryLostError`` above all; then nothing lies under ``path``, or
         it goes before the next write.
         """
-        if not self.attached():
-            raise DirectoryLostError(self.root)
+        self._raise_if_lost()
         self._clear_leftovers()
         incoming = self._path("incoming", os.path.basename(path))
         try:
@@ -198,8 +197,9 @@ class ShardFiles:
     def note(self, changes: Changes) -> None:
         """Bring the index up to date with files that were written or removed.
 
-        Raises ``OSError``; the caller notes the same again later.
+        Raises ``OSError``, ``DirectoryLostError`` above all; the caller notes the same again later.
         """
+        self._raise_if_lost()
         try:
             self._begin_journal()
             self._journal.append(changes)
@@ -215,8 +215,9 @@ class ShardFiles:
         """Look through a part of the directory for files that nobody knows.
 
         ``unknown`` is called with the part's files and returns those to look at. Raises
-        ``OSError``.
+        ``OSError``, ``DirectoryLostError`` above all.
         """
+        self._raise_if_lost()
         return scan(self._files, unknown(self._files.list(self._path(part))))
 
     def commit_group(self) -> None:
