@@ -54,7 +54,8 @@ class DiskConfig:
     """The disk tier: directories of its own, the most bytes it may take, what it writes when.
 
     Several directories, each on a device of its own, share ``capacity_bytes`` equally. What is
-    written is chosen by ``admission`` and bounded by ``write_bytes_per_day`` (0: no bound).
+    written is chosen by ``admission`` and bounded by ``write_bytes_per_day`` (0: no bound). With
+    a ``codec`` of its own, what is written through is packed from the pool for it.
     """
 
     path: str
@@ -65,6 +66,7 @@ class DiskConfig:
     more_paths: tuple[str, ...] = ()
     admission: str = "everything"
     write_bytes_per_day: int = 0
+    codec: str | None = None
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` for a field that cannot be."""
@@ -114,6 +116,17 @@ class CacheConfig:
     shared: bool = False
     load_deadline_s: float = LOAD_DEADLINE_S_DEFAULT
     pending_deadline_s: float = PENDING_DEADLINE_S_DEFAULT
+
+    @property
+    def disk_codec(self) -> str | None:
+        """The codec that packs for the disk, where that is not the one of DRAM."""
+        own = self.disk.codec if self.disk is not None else None
+        return own if own != self.codec else None
+
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        """All codecs that pack what is stored."""
+        return (self.codec, *([self.disk_codec] if self.disk_codec else []))
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` for a field that cannot be or that contradicts another."""

@@ -73,6 +73,8 @@ JOURNAL_CHANGES_LOGGED: Final = 65_536
 # Write-back: the dirty share of DRAM above which dirty chunks are written, and down to which.
 DIRTY_SHARE_HIGH: Final = 0.5
 DIRTY_SHARE_LOW: Final = 0.3
+# Chunks kept in DRAM a second time, packed with the disk's own codec, until they are written.
+STAGED_CHUNKS_MAX: Final = 32
 
 # At most one log line per message and minute; the rest is counted.
 LOG_INTERVAL_S: Final = 60.0

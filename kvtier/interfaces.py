@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 from kvtier.errors import ConnectorError
 from kvtier.types import (
     ChunkKey,
+    CodecTraits,
     Entry,
     Features,
     KeyInfo,
@@ -162,7 +163,12 @@ class BlockCodec(Protocol):
 
     @property
     def name(self) -> str:
-        """The name that stands in headers and on command lines."""
+        """The name that stands in headers; with a calibration, it says which."""
+        ...
+
+    @property
+    def traits(self) -> CodecTraits:
+        """What the tiers must know of it."""
         ...
 
     def section_bytes(self, layout: ShardLayout, section: int) -> int:

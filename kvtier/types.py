@@ -69,6 +69,7 @@ class MissReason(StrEnum):
     UNAVAILABLE = "unavailable"
     NO_ROOM = "no_room"
     CANCELLED = "cancelled"
+    CODEC = "codec"
     WORKER = "worker"
 
 
@@ -127,6 +128,18 @@ class Namespace:
     adapter_id: str = ""
     tenant_salt: str = ""
     fidelity: Fidelity = Fidelity.EXACT
+
+
+@dataclass(frozen=True, slots=True)
+class CodecTraits:
+    """What the tiers must know of a codec beside its sizes.
+
+    ``exact``: what comes back is what was stored, bit for bit. ``sink_tokens``: how many of a
+    sequence's first tokens it keeps exactly, beside the others of the first chunk.
+    """
+
+    exact: bool
+    sink_tokens: int = 0
 
 
 class ShardId(NamedTuple):
@@ -230,10 +243,12 @@ class Move:
     Token offsets count within the chunk; ``block_ids`` cover exactly ``token_start ..
     token_start + token_count``. ``payload_offset`` is where section 0 starts within the slot and
     ``pool_layer_start`` the pool's layer (within its group) that the shard's layer 0 maps to.
-    ``position_start`` is where the chunk's first token stands in the sequence.
+    ``position_start`` is where the chunk's first token stands in the sequence. ``codec`` is the
+    name of what packed the slot or is to pack it.
     """
 
     worker: int
+    codec: str
     shard: ShardId
     layout: ShardLayout
     slot: Slot
@@ -258,7 +273,6 @@ class Plan:
 
     plan_id: int
     direction: Direction
-    codec: str
     deadline: float
     moves: tuple[Move, ...]
 

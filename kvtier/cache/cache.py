@@ -14,24 +14,28 @@ from functools import lru_cache
 from kvtier.admission.budget import Budgeted, WriteBudget
 from kvtier.cache.epochs import Epochs
 from kvtier.cache.executor import Executor
+from kvtier.cache.figures import disk_stats, dram_stats
 from kvtier.cache.fill import Filler
 from kvtier.cache.load import Load, LoadContext
-from kvtier.cache.lookup import Lookup, Shapes
+from kvtier.cache.lookup import Lookup
 from kvtier.cache.match import Pending, Ready
 from kvtier.cache.opener import VolumeOpener
 from kvtier.cache.planner import check_blocks, check_store
 from kvtier.cache.plans import OpenPlans
 from kvtier.cache.sequence import Sequence
+from kvtier.cache.shapes import Shapes
 from kvtier.cache.state_log import StateLog
 from kvtier.cache.store import Storer
 from kvtier.cache.writeout import Writeout
 from kvtier.clock import SystemClock
+from kvtier.codecs.known import KnownCodecs
 from kvtier.config import CacheConfig, DiskConfig
 from kvtier.constants import CLOSE_DEADLINE_S_DEFAULT, HOUSEKEEPING_S, IO_THREADS_DEFAULT
-from kvtier.interfaces import AdmissionPolicy, BlockCodec, Clock
+from kvtier.errors import ConfigError
+from kvtier.interfaces import AdmissionPolicy, Clock
 from kvtier.keys import namespace_digest
-from kvtier.obs.stats import CacheStats, TierCounters, TierStats
-from kvtier.registry import admissions, codecs, policies
+from kvtier.obs.stats import CacheStats, TierCounters
+from kvtier.registry import admissions, policies
 from kvtier.tiers.arena import Arena
 from kvtier.tiers.disk.files import FileSystem, LocalFiles
 from kvtier.tiers.disk.shard_files import ShardFiles
@@ -39,7 +43,17 @@ from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.disk.volume import Volume
 from kvtier.tiers.dram import DramTier
 from kvtier.tiers.memory import ArenaHandle
-from kvtier.types import Blocks, ChunkKey, Features, MissReason, Namespace, Plan, Result, Tier
+from kvtier.types import (
+    Blocks,
+    ChunkKey,
+    Features,
+    Fidelity,
+    MissReason,
+    Namespace,
+    Plan,
+    Result,
+    Tier,
+)
 
 _log = logging.getLogger("kvtier.disk")
 
@@ -67,7 +81,8 @@ class Cache:
         policy or codec. A disk that cannot be used is no error: the tier is degraded, and tried
         again. ``files`` stands in for the operating system's file system.
         """
-        codec: BlockCodec = codecs.load(config.codec)()
+        self._shapes = Shapes(KnownCodecs(), config.codec)
+        self._codecs = [self._shapes.codecs.get(name) for name in config.codecs]
         policy = policies.load(config.policy)
         self._config = config
         self._clock = clock or SystemClock()
@@ -95,7 +110,6 @@ class Cache:
         if config.disk is not None:
             self._openers = self._add_disk(config.disk, files or LocalFiles())
         self._pending_until = self._clock.now() + config.pending_deadline_s
-        self._shapes = Shapes(codec)
         self._lookup = Lookup(
             self._dram, self._disk, self._filler, self._writeout, self._shapes, self._counters
         )
@@ -107,7 +121,7 @@ class Cache:
             self._plans,
             self._counters[Tier.DRAM],
             self._clock,
-            codec.name,
+            config.disk_codec,
             config.workers,
         )
         self._context = LoadContext(
@@ -119,6 +133,7 @@ class Cache:
             workers=config.workers,
             counters=self._counters,
             plans=self._plans,
+            shapes=self._shapes,
         )
         self._executor.start()
         for opener in self._openers:
@@ -133,7 +148,7 @@ class Cache:
         ]
         policy, counters = policies.load(config.policy), self._counters[Tier.DISK]
         disk = DiskTier(volumes, policy, self._clock, self._left_disk)
-        work = (self._executor, self._lock, counters, self._clock)
+        work = (self._executor, self._lock, counters, self._clock, self._shapes)
         admission: AdmissionPolicy = admissions.load(config.admission)(config.capacity_bytes)
         if config.write_bytes_per_day:
             admission = Budgeted(admission, WriteBudget(config.write_bytes_per_day))
@@ -168,7 +183,17 @@ class Cache:
         return self._arena.handle
 
     def sequence(self, namespace: Namespace, *, features: Features = _FEATURES) -> Sequence:
-        """Begin to hash a request's tokens under the namespace's present epoch."""
+        """Begin to hash a request's tokens under the namespace's present epoch.
+
+        Raises ``ConfigError`` for an exact namespace where the cache has a lossy codec.
+        """
+        if namespace.fidelity is Fidelity.EXACT:
+            for codec in self._codecs:
+                if not codec.traits.exact:
+                    raise ConfigError(
+                        f"codec {codec.name!r} is lossy and the namespace's fidelity is 'exact'; "
+                        "allowed is 'lossy'"
+                    )
         with self._lock:
             root = self._root(namespace)
         return Sequence(namespace, root, features=features)
@@ -214,7 +239,7 @@ class Cache:
         with self._lock:
             if self._closed or not self._current(match.sequence):
                 return None
-            load = Load(self._context, match, self._shapes.of(layout), blocks, deadline)
+            load = Load(self._context, match, blocks, deadline)
             if load.empty:
                 return None
             self._loads = {active for active in self._loads if active.outcome is None}
@@ -282,9 +307,9 @@ class Cache:
     def stats(self) -> CacheStats:
         """Count everything, now."""
         with self._lock:
-            tiers = [self._dram_stats()]
+            tiers = [dram_stats(self._dram, self._counters[Tier.DRAM])]
             if self._disk is not None:
-                tiers.append(self._disk_stats(self._disk))
+                tiers.append(disk_stats(self._disk, self._counters[Tier.DISK]))
             writeout = self._writeout
             return CacheStats(
                 tiers=tuple(tiers),
@@ -331,34 +356,6 @@ class Cache:
     def _current(self, sequence: Sequence) -> bool:
         """Tell whether a sequence's namespace is still in the epoch in which it began."""
         return sequence.root == self._root(sequence.namespace)
-
-    def _dram_stats(self) -> TierStats:
-        return TierStats(
-            tier=Tier.DRAM,
-            state="ok",
-            detail="",
-            capacity_bytes=self._dram.capacity_bytes,
-            used_bytes=self._dram.used_bytes,
-            chunks=len(self._dram.index),
-            pinned_chunks=self._dram.index.pinned_count,
-            quarantined_files=0,
-            counters=self._counters[Tier.DRAM].copy(),
-        )
-
-    def _disk_stats(self, disk: DiskTier) -> TierStats:
-        state, detail = disk.state
-        return TierStats(
-            tier=Tier.DISK,
-            state=state,
-            detail=detail,
-            capacity_bytes=disk.capacity_bytes,
-            used_bytes=disk.used_bytes,
-            chunks=len(disk),
-            pinned_chunks=disk.index.pinned_count,
-            quarantined_files=disk.quarantined_count,
-            counters=self._counters[Tier.DISK].copy(),
-            index_bytes=sum(volume.files.index_bytes for volume in disk.volumes),
-        )
 
     def _left_dram(self, key: ChunkKey) -> None:
         self._counters[Tier.DRAM].evicted_chunks += 1

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvtier.cache.executor import Executor, Fault
 from kvtier.cache.planner import ChunkShape
+from kvtier.cache.shapes import Shapes
 from kvtier.constants import LATE_JOBS_MAX
 from kvtier.errors import DeadlineError, ShardError
 from kvtier.interfaces import Clock
@@ -17,7 +18,7 @@ from kvtier.tiers.disk.tier import DiskRecord, DiskTier
 from kvtier.tiers.disk.volume import DiskPlace
 from kvtier.tiers.dram import DramRecord, DramTier
 from kvtier.tiers.index import Lease
-from kvtier.types import ChunkKey, Entry, MissReason, ShardId
+from kvtier.types import ChunkKey, Entry, KVLayout, MissReason, ShardId
 
 
 @dataclass(slots=True, eq=False)
@@ -49,9 +50,11 @@ class Filler:
         lock: threading.Lock,
         counters: TierCounters,
         clock: Clock,
+        shapes: Shapes,
     ) -> None:
         self._dram = dram
         self._disk = disk
+        self._shapes = shapes
         self._executor = executor
         self._lock = lock
         self._counters = counters
@@ -67,9 +70,10 @@ class Filler:
         """Tell whether the disk may be asked: it is well and few of its answers are overdue."""
         return self._disk.readable() and self.late_count < LATE_JOBS_MAX
 
-    def start(self, source: DiskRecord, shape: ChunkShape, deadline: float) -> Fill | None:
+    def start(self, source: DiskRecord, layout: KVLayout, deadline: float) -> Fill | None:
         """Read a chunk into DRAM until ``deadline``. None: no room beside what is pinned."""
         origin = source.entry
+        shape = self._shapes.of(layout, origin.position, source.codec)
         # What lies on disk may lack shards of the chunk; what comes into DRAM then lacks them too.
         sizes = {shard: size for shard, size in shape.sizes.items() if shard in source.places}
         entry = Entry(origin.key, origin.parent, sum(sizes.values()), origin.position)

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 
 from kvtier.cache.fill import Fill, Filler
 from kvtier.cache.match import Ready
-from kvtier.cache.planner import ChunkShape, chunk_tokens_covered, load_moves, needed_groups
+from kvtier.cache.planner import chunk_tokens_covered, load_moves, needed_groups
 from kvtier.cache.plans import OpenPlans
+from kvtier.cache.shapes import Shapes
 from kvtier.constants import LOAD_CHUNKS_INFLIGHT_MAX
 from kvtier.interfaces import Clock
 from kvtier.obs.stats import TierCounters
@@ -55,6 +56,7 @@ class LoadContext:
     workers: tuple[Placement, ...]
     counters: dict[Tier, TierCounters]
     plans: OpenPlans
+    shapes: Shapes
 
 
 @dataclass(slots=True, eq=False)
@@ -87,15 +89,14 @@ class Load:
     The engine keeps the blocks allocated until then, also after ``cancel``. Any thread may call.
     """
 
-    def __init__(
-        self, context: LoadContext, match: Ready, shape: ChunkShape, blocks: Blocks, deadline: float
-    ) -> None:
+    def __init__(self, context: LoadContext, match: Ready, blocks: Blocks, deadline: float) -> None:
         self._context = context
         self._match = match
-        self._shape = shape
         self._blocks = blocks
         self._deadline = deadline
         self._layout = match.sequence.namespace.layout
+        # Which shards there are and how many sections they have is the same under every codec.
+        self._shape = context.shapes.of(self._layout, 1)
         self._pieces = self._cut_pieces()
         self._failed_at = len(self._pieces)
         self._failure: MissReason | None = None
@@ -186,6 +187,12 @@ class Load:
         piece.ordered = dict.fromkeys(needed, 0)
         return True
 
+    def _readable(self, source: DiskRecord | None) -> DiskRecord | None:
+        """Pass on a record unless its codec is unknown here or too lossy for the namespace."""
+        fidelity = self._match.sequence.namespace.fidelity
+        codecs = self._context.shapes.codecs
+        return source if source and codecs.readable(source.codec, fidelity) else None
+
     def _running_fill(self, key: ChunkKey) -> Fill | None:
         return self._context.filler.running(key) if self._context.filler else None
 
@@ -228,7 +235,7 @@ class Load:
             return self._hold(index, piece, record)
         piece.fill = filler.running(piece.key)
         if piece.fill is None:
-            source = disk.ready(piece.key)
+            source = self._readable(disk.ready(piece.key))
             if source is None or not filler.available():
                 gone = source is None
                 self._fail_from(index, MissReason.ABSENT if gone else MissReason.UNAVAILABLE)
@@ -247,9 +254,9 @@ class Load:
     def _start_fill(self, filler: Filler, disk: DiskTier, source: DiskRecord) -> Fill | None:
         """Start to read a chunk; what this load has done with gives way when DRAM is full of it."""
         dram = self._context.dram
-        while (fill := filler.start(source, self._shape, self._deadline)) is None:
+        while (fill := filler.start(source, self._layout, self._deadline)) is None:
             done = (piece.key for piece in reversed(self._pieces) if piece.complete)
-            if not dram.give_way(done, disk.shards):
+            if not dram.give_way(done, disk.find):
                 return None
         return fill
 
@@ -265,7 +272,7 @@ class Load:
                 continue
             ordered = load_moves(
                 self._layout,
-                self._shape,
+                self._context.shapes.of(self._layout, piece.chunk, piece.record.codec),
                 self._context.workers,
                 chunk=piece.chunk,
                 groups=piece.groups,
@@ -284,7 +291,6 @@ class Load:
         plan = Plan(
             plan_id=self._context.plans.new_id(),
             direction=Direction.LOAD,
-            codec=pieces[0].record.codec if pieces[0].record else "",
             deadline=self._deadline,
             moves=tuple(moves),
         )
@@ -350,6 +356,10 @@ class Load:
         if lost and self._failure is not None:
             tokens = sum(len(piece.tokens) for piece in lost)
             misses = (Miss(self._pieces[self._failed_at].tier, self._failure, tokens),)
+        codecs = self._context.shapes.codecs
+        packed_by = {piece.record.codec for piece in brought if piece.record is not None}
+        if not all(codecs.get(name).traits.exact for name in packed_by):
+            self._match.sequence.lossy_chunks = brought[-1].chunk + 1
         for tier, tokens in by_tier.items():
             self._context.counters[tier].hit_tokens += tokens
         for miss in misses:

@@ -6,33 +6,14 @@ from collections.abc import Collection
 
 from kvtier.cache.fill import Filler
 from kvtier.cache.match import Ready
-from kvtier.cache.planner import ChunkShape, chunk_shape, present_groups, usable_chunks
+from kvtier.cache.planner import present_groups, usable_chunks
 from kvtier.cache.sequence import Sequence
+from kvtier.cache.shapes import Shapes
 from kvtier.cache.writeout import Writeout
-from kvtier.interfaces import BlockCodec
 from kvtier.obs.stats import TierCounters
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.dram import DramTier
-from kvtier.types import ChunkHit, KVLayout, MissReason, ShardId, Tier
-
-_SHAPES_MAX = 64
-
-
-class Shapes:
-    """Chunk shapes by layout, computed once. Used under the cache's lock."""
-
-    def __init__(self, codec: BlockCodec) -> None:
-        self._codec = codec
-        self._shapes: dict[KVLayout, ChunkShape] = {}
-
-    def of(self, layout: KVLayout) -> ChunkShape:
-        """Return a layout's shape."""
-        shape = self._shapes.get(layout)
-        if shape is None:
-            if len(self._shapes) >= _SHAPES_MAX:
-                self._shapes.clear()
-            shape = self._shapes[layout] = chunk_shape(layout, self._codec)
-        return shape
+from kvtier.types import ChunkHit, MissReason, ShardId, Tier
 
 
 class Lookup:
@@ -57,16 +38,23 @@ class Lookup:
     def hits(self, sequence: Sequence) -> tuple[ChunkHit, ...]:
         """Return the longest usable prefix, each chunk with the fastest tier that holds it."""
         layout = sequence.namespace.layout
-        whole = self._shapes.of(layout).layouts.keys()
+        whole = self._shapes.of(layout, 1).layouts.keys()
+        fidelity, readable = sequence.namespace.fidelity, self._shapes.codecs.readable
         every = frozenset(range(len(layout.groups)))
         disk = self._disk if self._filler is not None and self._filler.available() else None
         hits: list[ChunkHit] = []
         present: list[frozenset[int]] = []
         for key in sequence.chunk_keys:
+            codec: str
+            shards: Collection[ShardId]
             record = self._dram.index.ready(key)
             if record is not None:
-                shards: Collection[ShardId] = record.places.keys()
-            elif disk is None or not (shards := disk.shards(key)):
+                codec, shards = record.codec, record.places.keys()
+            elif disk is not None and (found := disk.find(key)) is not None:
+                codec, shards = found
+            else:
+                break
+            if not readable(codec, fidelity):
                 break
             present.append(every if whole == shards else present_groups(layout, shards))
             hits.append(ChunkHit(key, Tier.DRAM if record is not None else Tier.DISK))
@@ -83,9 +71,9 @@ class Lookup:
         if self._disk is None or self._writeout is None:
             return
         self._disk.touch(keys, sequence.features)
-        shape = self._shapes.of(sequence.namespace.layout)
+        layout = sequence.namespace.layout
         for hit in match.hits:  # Parents first: where a parent is not written, no child is.
-            self._writeout.note(hit.key, shape, sequence.features)
+            self._writeout.note(hit.key, layout, sequence.features)
 
     def count(self, match: Ready, start_token: int, end_token: int) -> None:
         """Count the whole chunks between two tokens that each tier was asked for in vain."""

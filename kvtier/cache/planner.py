@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtier.codecs.sections import aligned_bytes
 from kvtier.errors import LayoutError
@@ -33,8 +33,9 @@ from kvtier.types import (
 
 @dataclass(frozen=True, slots=True)
 class ChunkShape:
-    """The shards of every full chunk of a layout: their shapes and where their bytes lie."""
+    """The shards of a full chunk under a codec: their shapes and where their bytes lie."""
 
+    codec: str
     layouts: dict[ShardId, ShardLayout]
     geometries: dict[ShardId, ShardGeometry]
 
@@ -49,9 +50,13 @@ class ChunkShape:
         return sum(geometry.shard_bytes for geometry in self.geometries.values())
 
 
-def chunk_shape(layout: KVLayout, codec: BlockCodec) -> ChunkShape:
-    """Return the shape of a layout's chunks under a codec."""
-    layouts = {shard: shard_layout(layout, shard) for shard in shard_ids(layout)}
+def chunk_shape(layout: KVLayout, codec: BlockCodec, *, chunk: int = 1) -> ChunkShape:
+    """Return the shape of a layout's chunks under a codec. The first one, 0, may be larger."""
+    sinks = min(codec.traits.sink_tokens, layout.chunk_tokens) if chunk == 0 else 0
+    layouts = {
+        shard: replace(shard_layout(layout, shard), sink_tokens=sinks)
+        for shard in shard_ids(layout)
+    }
     geometries = {
         shard: shard_geometry([codec.section_bytes(shape, s) for s in range(shape.sections)])
         for shard, shape in layouts.items()
@@ -61,7 +66,7 @@ def chunk_shape(layout: KVLayout, codec: BlockCodec) -> ChunkShape:
         packed = sum(aligned_bytes(nbytes) for nbytes in sizes)
         geometry = geometries[shard]
         assert geometry.shard_bytes == geometry.header_bytes + packed, "two rules for one layout"
-    return ChunkShape(layouts, geometries)
+    return ChunkShape(codec.name, layouts, geometries)
 
 
 def needed_groups(layout: KVLayout, chunk: int, end_token: int) -> frozenset[int]:
@@ -235,6 +240,7 @@ def _move(
     count = len(tokens) // blocks.block_tokens
     return Move(
         worker=worker.worker,
+        codec=shape.codec,
         shard=shard,
         layout=shape.layouts[shard],
         slot=slot,
@@ -246,6 +252,7 @@ def _move(
         token_start=tokens.start,
         token_count=len(tokens),
         block_ids=blocks.block_ids[shard.group][first_block : first_block + count],
+        position_start=chunk * layout.chunk_tokens,
     )
 
 

@@ -31,6 +31,8 @@ class Sequence:
         self._chunk_keys: list[ChunkKey] = []
         self._unfinished = b""
         self.touched = False  # Whether its request was noted as an access to what was found.
+        #: How many of its first chunks the engine has from a lossy codec.
+        self.lossy_chunks = 0
 
     @property
     def namespace(self) -> Namespace:

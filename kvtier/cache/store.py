@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
-from kvtier.cache.lookup import Shapes
 from kvtier.cache.planner import ChunkShape, shard_writers, store_moves
 from kvtier.cache.plans import OpenPlans
 from kvtier.cache.sequence import Sequence
+from kvtier.cache.shapes import Shapes
 from kvtier.cache.writeout import Writeout
 from kvtier.constants import STORE_CHUNKS_INFLIGHT_MAX, STORE_DEADLINE_S
 from kvtier.interfaces import Clock
@@ -19,6 +21,7 @@ from kvtier.types import (
     ChunkKey,
     Direction,
     Entry,
+    KVLayout,
     MissReason,
     Move,
     Placement,
@@ -26,8 +29,19 @@ from kvtier.types import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A chunk that is being packed, and the same packed for the disk, where that differs."""
+
+    record: DramRecord
+    staged: DramRecord | None
+
+
 class Storer:
-    """Reserves room, orders stores, settles them. Used under the cache's lock."""
+    """Reserves room, orders stores, settles them. Used under the cache's lock.
+
+    ``disk_codec`` packs a second time what is written to disk; None: disk takes what DRAM has.
+    """
 
     def __init__(
         self,
@@ -38,7 +52,7 @@ class Storer:
         plans: OpenPlans,
         counters: TierCounters,
         clock: Clock,
-        codec: str,
+        disk_codec: str | None,
         workers: SequenceOf[Placement],
     ) -> None:
         self._dram = dram
@@ -48,43 +62,50 @@ class Storer:
         self._plans = plans
         self._counters = counters
         self._clock = clock
-        self._codec = codec
+        self._disk_codec = disk_codec
         self._workers = workers
         self.inflight_count = 0
 
     def begin(self, sequence: Sequence, chunks: range, blocks: Blocks) -> Plan | None:
-        """Order what is not held yet; stop at the first chunk that is refused."""
+        """Order what is not held yet; stop at the first chunk that is refused.
+
+        What came back from a lossy codec is never packed a second time: where no tier holds it any
+        more, it stays away.
+        """
         layout = sequence.namespace.layout
-        shape = self._shapes.of(layout)
-        writers = shard_writers(layout, shape, self._workers)
+        writers = shard_writers(layout, self._shapes.of(layout, 1), self._workers)
         moves: list[Move] = []
-        records: list[DramRecord] = []
+        stored: list[_Stored] = []
         for chunk in chunks:
-            if self._held(sequence.chunk_keys[chunk], shape):
+            shape = self._shapes.of(layout, chunk)
+            lossy = chunk < sequence.lossy_chunks
+            if lossy or self._held(sequence.chunk_keys[chunk], shape):
                 continue
             record = self._reserve(sequence, chunk, shape)
             if record is None:
                 break
-            records.append(record)
+            pair = _Stored(record, self._stage(sequence, chunk))
+            stored.append(pair)
             self.inflight_count += 1
-            moves += store_moves(
-                layout,
-                shape,
-                writers,
-                chunk=chunk,
-                blocks=blocks,
-                slots=record.places.__getitem__,
-            )
-        if not records:
+            for packed in (record, pair.staged):
+                if packed is not None:
+                    moves += store_moves(
+                        layout,
+                        self._shapes.of(layout, chunk, packed.codec),
+                        writers,
+                        chunk=chunk,
+                        blocks=blocks,
+                        slots=packed.places.__getitem__,
+                    )
+        if not stored:
             return None
         plan = Plan(
             plan_id=self._plans.new_id(),
             direction=Direction.STORE,
-            codec=self._codec,
             deadline=self._clock.now() + STORE_DEADLINE_S,
             moves=tuple(moves),
         )
-        self._plans.open(plan, lambda reason: self._end(records, shape, reason))
+        self._plans.open(plan, lambda reason: self._end(stored, layout, reason))
         return plan
 
     def _held(self, key: ChunkKey, shape: ChunkShape) -> bool:
@@ -96,8 +117,8 @@ class Storer:
             if record.places.keys() == shape.layouts.keys():
                 return True
             self._dram.leave(record)  # It came from a disk that had lost a shard of it.
-        below = self._disk.shards(key) if self._disk is not None else ()
-        return set(below) == shape.layouts.keys()
+        below = self._disk.find(key) if self._disk is not None else None
+        return below is not None and shape.layouts.keys() == set(below[1])
 
     def _reserve(self, sequence: Sequence, chunk: int, shape: ChunkShape) -> DramRecord | None:
         if self.inflight_count >= STORE_CHUNKS_INFLIGHT_MAX:
@@ -105,23 +126,42 @@ class Storer:
             return None
         key, parent = sequence.chunk_keys[chunk], sequence.entry_parent(chunk)
         entry = Entry(key, parent, shape.chunk_bytes, chunk, sequence.features)
-        record = self._dram.reserve(entry, sequence.root, self._codec, shape.sizes)
+        record = self._dram.reserve(entry, sequence.root, shape.codec, shape.sizes)
         if record is None and self._disk is not None and entry.nbytes <= self._dram.capacity_bytes:
             before = reversed(sequence.chunk_keys[:chunk])
-            while record is None and self._dram.give_way(before, self._disk.shards):
-                record = self._dram.reserve(entry, sequence.root, self._codec, shape.sizes)
+            while record is None and self._dram.give_way(before, self._disk.find):
+                record = self._dram.reserve(entry, sequence.root, shape.codec, shape.sizes)
         if record is None:
             self._counters.refused_chunks[MissReason.NO_ROOM] += 1
         return record
 
-    def _end(self, records: list[DramRecord], shape: ChunkShape, reason: MissReason | None) -> None:
-        self.inflight_count -= len(records)
-        for record in records:
+    def _stage(self, sequence: Sequence, chunk: int) -> DramRecord | None:
+        """Reserve room for what goes to disk; None: it takes what DRAM has, as ever."""
+        if self._disk_codec is None or self._writeout is None or not self._writeout.takes_staged:
+            return None
+        shape = self._shapes.of(sequence.namespace.layout, chunk, self._disk_codec)
+        # A key that no lookup asks for.
+        key = ChunkKey(hashlib.sha256(b"for the disk" + sequence.chunk_keys[chunk]).digest())
+        if self._dram.index.get(key) is not None:
+            return None
+        entry = Entry(key, None, shape.chunk_bytes, chunk)
+        return self._dram.reserve(entry, sequence.root, shape.codec, shape.sizes)
+
+    def _end(self, stored: list[_Stored], layout: KVLayout, reason: MissReason | None) -> None:
+        self.inflight_count -= len(stored)
+        for pair in stored:
+            record, staged = pair.record, pair.staged
             if reason is not None:
-                self._dram.abort(record)
                 self._counters.refused_chunks[reason] += 1
+                for packed in (record, staged):
+                    if packed is not None:
+                        self._dram.abort(packed)
                 continue
+            lease = None
+            if staged is not None:
+                lease = self._dram.index.lease([staged])
+                self._dram.commit(staged)
             self._dram.commit(record)
             self._counters.written_bytes += record.entry.nbytes
             if self._writeout is not None:
-                self._writeout.note(record.entry.key, shape, record.entry.features)
+                self._writeout.note(record.entry.key, layout, record.entry.features, lease)

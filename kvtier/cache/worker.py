@@ -11,9 +11,9 @@ import queue
 import threading
 
 from kvtier.clock import SystemClock
-from kvtier.errors import KVTierError
+from kvtier.codecs.known import KnownCodecs
+from kvtier.errors import CodecError, KVTierError
 from kvtier.interfaces import BlockCodec, Clock, PagedPool
-from kvtier.registry import codecs
 from kvtier.types import Direction, MissReason, Move, Part, Placement, Plan, Result
 
 _log = logging.getLogger("kvtier.worker")
@@ -37,7 +37,7 @@ class CacheWorker:
         self._pool: PagedPool | None = None
         self._asked_to_pin = False
         self._pinned: memoryview | None = None
-        self._codecs: dict[str, BlockCodec] = {}
+        self._codecs = KnownCodecs()
         self._plans: queue.SimpleQueue[Plan | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvtier-copy", daemon=True)
@@ -88,13 +88,14 @@ class CacheWorker:
         """Execute one plan; whatever happens becomes its result, because the cache waits for it."""
         worker = self._placement.worker
         try:
-            codec = self._codec(plan.codec)
             for move in plan.moves:
                 if move.worker != worker:
                     continue
                 if self._clock.now() >= plan.deadline:
                     return Result(plan.plan_id, worker, ok=False, reason=MissReason.DEADLINE)
-                self._move(codec, plan.direction, move)
+                self._move(self._codecs.get(move.codec), plan.direction, move)
+        except CodecError as error:
+            return Result(plan.plan_id, worker, False, MissReason.CODEC, str(error))
         except KVTierError as error:
             return Result(plan.plan_id, worker, False, MissReason.WORKER, str(error))
         except Exception as error:
@@ -110,12 +111,6 @@ class CacheWorker:
             codec.unpack(payload, self._pool, move)
         else:
             codec.pack(self._pool, move, payload)
-
-    def _codec(self, name: str) -> BlockCodec:
-        codec = self._codecs.get(name)
-        if codec is None:
-            codec = self._codecs[name] = codecs.load(name)()
-        return codec
 
 
 def _on_cuda(pool: PagedPool) -> bool:

@@ -16,10 +16,12 @@ from dataclasses import dataclass, replace
 
 from kvtier.cache.executor import Executor, Fault
 from kvtier.cache.planner import ChunkShape
+from kvtier.cache.shapes import Shapes
 from kvtier.config import WriteMode
 from kvtier.constants import (
     DIRTY_SHARE_HIGH,
     DIRTY_SHARE_LOW,
+    STAGED_CHUNKS_MAX,
     WRITE_DEADLINE_S,
     WRITES_INFLIGHT_MAX,
 )
@@ -30,15 +32,21 @@ from kvtier.shard_format import ShardDescription, seal
 from kvtier.tiers.disk.tier import DiskRecord, DiskTier
 from kvtier.tiers.disk.volume import Chores, Volume, written
 from kvtier.tiers.dram import DramRecord, DramTier
-from kvtier.types import ChunkKey, Features, MissReason, ShardId
+from kvtier.tiers.index import Lease
+from kvtier.types import ChunkKey, Entry, Features, KVLayout, MissReason, ShardId, Slot
 
 
 @dataclass(frozen=True, slots=True)
 class _Dirty:
-    """A chunk to be written. ``number`` is its place in the order of stores: parents first."""
+    """A chunk to be written. ``number`` is its place in the order of stores: parents first.
 
-    shape: ChunkShape
+    ``staged`` pins the same chunk as it was packed for the disk, where that differs from DRAM's.
+    """
+
+    entry: Entry
+    layout: KVLayout
     number: int
+    staged: Lease[Slot] | None
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +70,7 @@ class Writeout:
         lock: threading.Lock,
         counters: TierCounters,
         clock: Clock,
+        shapes: Shapes,
         mode: WriteMode,
         admission: AdmissionPolicy,
     ) -> None:
@@ -71,12 +80,14 @@ class Writeout:
         self._lock = lock
         self._counters = counters
         self._clock = clock
+        self._shapes = shapes
         self._write_all = mode is WriteMode.THROUGH
         self._admission = admission
         self._draining = False
         self._dirty: dict[ChunkKey, _Dirty] = {}  # oldest first
         self._numbers = itertools.count()
         self._dirty_bytes = 0
+        self._staged_count = 0
         self._lanes = [_Lane(volume) for volume in disk.volumes]
 
     @property
@@ -85,25 +96,59 @@ class Writeout:
         return len(self._dirty)
 
     @property
+    def takes_staged(self) -> bool:
+        """True while few chunks are kept in DRAM that were packed for the disk alone."""
+        return self._staged_count < STAGED_CHUNKS_MAX
+
+    @property
     def inflight_count(self) -> int:
         """Chunks that are being written."""
         return sum(lane.volume.writing_count for lane in self._lanes)
 
-    def note(self, key: ChunkKey, shape: ChunkShape, features: Features) -> None:
-        """Note an access to a chunk: if it is ready in DRAM, it may belong on disk too."""
-        self._disk.displace(key, shape.layouts.keys())
+    def note(
+        self,
+        key: ChunkKey,
+        layout: KVLayout,
+        features: Features,
+        staged: Lease[Slot] | None = None,
+    ) -> None:
+        """Note an access to a chunk: if it is ready in DRAM, it may belong on disk too.
+
+        ``staged`` pins what was packed for the disk; it is released, and leaves, in any case.
+        """
+        if not self._note(key, layout, features, staged) and staged is not None:
+            self._end_staged(staged)
+
+    def _note(
+        self, key: ChunkKey, layout: KVLayout, features: Features, staged: Lease[Slot] | None
+    ) -> bool:
+        """Return whether the chunk has become dirty."""
+        whole = self._shapes.of(layout, 1).layouts.keys()
+        self._disk.displace(key, whole)
         if key in self._dirty:
-            return
+            return False
         now = self._clock.now()
         if self._disk.holds(key):
             self._admission.touch(key, now, features)
-            return
+            return False
         record = self._dram.index.ready(key)
-        if record is None or record.places.keys() != shape.layouts.keys():
-            return
-        if self._admission.offer(replace(record.entry, features=features), now):
-            self._dirty[key] = _Dirty(shape, next(self._numbers))
-            self._dirty_bytes += shape.chunk_bytes
+        if record is None or record.places.keys() != whole:
+            return False
+        nbytes = sum(r.entry.nbytes for r in staged.records) if staged else record.entry.nbytes
+        entry = replace(record.entry, nbytes=nbytes, features=features)
+        if not self._admission.offer(entry, now):
+            return False
+        self._dirty[key] = _Dirty(entry, layout, next(self._numbers), staged)
+        self._dirty_bytes += nbytes
+        self._staged_count += staged is not None
+        return True
+
+    def _end_staged(self, staged: Lease[Slot]) -> None:
+        """Let go what was packed for the disk alone."""
+        staged.release()
+        for record in staged.records:
+            if self._dram.index.ready(record.entry.key) is record and not record.pins:
+                self._dram.leave(record)
 
     def left_disk(self, key: ChunkKey) -> None:
         """Note that the disk gave a chunk up."""
@@ -111,7 +156,9 @@ class Writeout:
 
     def drop(self, key: ChunkKey) -> None:
         """Note that a chunk leaves DRAM; if it was dirty it is lost, and counted."""
-        if self._take(key) is not None:
+        dirty = self._dirty.get(key)
+        if dirty is not None and dirty.staged is None:
+            self._take(key)
             self._refuse(key)
 
     def flush(self) -> None:
@@ -141,11 +188,11 @@ class Writeout:
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` where the books do not agree with themselves."""
-        dirty_bytes = sum(dirty.shape.chunk_bytes for dirty in self._dirty.values())
+        dirty_bytes = sum(dirty.entry.nbytes for dirty in self._dirty.values())
         if dirty_bytes != self._dirty_bytes:
             raise AssertionError(f"{self._dirty_bytes} dirty bytes counted, {dirty_bytes} found")
-        for key in self._dirty:
-            if self._dram.index.ready(key) is None:
+        for key, dirty in self._dirty.items():
+            if dirty.staged is None and self._dram.index.ready(key) is None:
                 raise AssertionError(f"{key.hex()} is dirty and not in DRAM")
         for lane in self._lanes:
             if not 0 <= lane.volume.writing_count <= WRITES_INFLIGHT_MAX:
@@ -154,18 +201,22 @@ class Writeout:
     def _take(self, key: ChunkKey) -> _Dirty | None:
         dirty = self._dirty.pop(key, None)
         if dirty is not None:
-            self._dirty_bytes -= dirty.shape.chunk_bytes
+            self._dirty_bytes -= dirty.entry.nbytes
+            self._staged_count -= dirty.staged is not None
         return dirty
 
     def _start(self, key: ChunkKey, dirty: _Dirty) -> None:
-        source = self._dram.index.ready(key)
+        staged = dirty.staged
+        source = staged.records[0] if staged else self._dram.index.ready(key)
         assert source is not None, "a dirty chunk is ready in DRAM"
-        if self._disk.holds(key):
-            return
-        sizes = dirty.shape.sizes
-        target = self._disk.reserve(source.entry, source.namespace, source.codec, sizes)
+        shape = self._shapes.of(dirty.layout, dirty.entry.position, source.codec)
+        target = None
+        if not self._disk.holds(key):
+            target = self._disk.reserve(dirty.entry, source.namespace, source.codec, shape.sizes)
         if target is None:
             self._refuse(key)
+            if staged is not None:
+                self._end_staged(staged)
             return
         lane = self._lanes[self._disk.volume_of(target).number]
         lease = self._dram.index.lease([source])
@@ -184,8 +235,10 @@ class Writeout:
                 lane.volume.return_chores(chores)
                 lane.volume.write_failed(outcome)
             lease.release()
-            if outcome is not None and self._dram.index.get(key) is source:
+            if outcome is not None and (staged or self._dram.index.get(key) is source):
                 self._requeue(key, dirty)
+            elif staged is not None:
+                self._end_staged(staged)
             self._forgive(lane)
             self.pump()
 
@@ -201,7 +254,7 @@ class Writeout:
             with self._lock:
                 settle(outcome)
 
-        work = self._writing(lane, source, target, dirty.shape, chores)
+        work = self._writing(lane, source, target, shape, chores)
         deadline = started + WRITE_DEADLINE_S
         self._executor.write(lane.volume.number, work, done, deadline=deadline, late=late)
 
@@ -218,7 +271,7 @@ class Writeout:
         Checksums are made ahead, while the directory's thread still writes what comes before.
         """
         slots = {shard: self._dram.arena.view(slot) for shard, slot in source.places.items()}
-        descriptions = {shard: _describe(source, shape, shard) for shard in slots}
+        descriptions = {shard: _describe(target, shape, shard) for shard in slots}
         row = self._disk.row(target)
 
         def seal_slots() -> None:
@@ -246,7 +299,8 @@ class Writeout:
     def _requeue(self, key: ChunkKey, dirty: _Dirty) -> None:
         """Try a chunk again, and before its descendants, once the disk may be written to."""
         self._dirty[key] = dirty
-        self._dirty_bytes += dirty.shape.chunk_bytes
+        self._dirty_bytes += dirty.entry.nbytes
+        self._staged_count += dirty.staged is not None
         self._dirty = dict(sorted(self._dirty.items(), key=lambda item: item[1].number))
 
     def _start_chores(self, lane: _Lane) -> None:
@@ -291,18 +345,18 @@ class Writeout:
             raise
 
 
-def _describe(source: DramRecord, shape: ChunkShape, shard: ShardId) -> ShardDescription:
-    entry = source.entry
+def _describe(target: DiskRecord, shape: ChunkShape, shard: ShardId) -> ShardDescription:
+    entry = target.entry
     return ShardDescription(
         chunk=entry.key,
         shard=shard,
         parent=entry.parent,
         position=entry.position,
-        namespace=source.namespace,
-        codec=source.codec,
+        namespace=target.namespace,
+        codec=target.codec,
         codec_params={},
         layout=shape.layouts[shard],
         token_count=shape.layouts[shard].tokens,
-        has_sinks=False,
+        has_sinks=shape.layouts[shard].sink_tokens > 0,
         section_bytes=shape.geometries[shard].section_bytes,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtier.codecs.paged import Kernel, PagedCodec, section_bytes
-from kvtier.types import DTYPE_BYTES, ShardLayout
+from kvtier.types import DTYPE_BYTES, CodecTraits, ShardLayout
 
 _SCALE_BYTES = 2
 
@@ -20,6 +20,11 @@ class Fp8Codec(PagedCodec):
     def name(self) -> str:
         """``fp8``."""
         return "fp8"
+
+    @property
+    def traits(self) -> CodecTraits:
+        """Lossy; pools that are FP8 already are exact, which no namespace need know."""
+        return CodecTraits(exact=False)
 
     def section_bytes(self, layout: ShardLayout, section: int) -> int:
         """Size of the codes and scales, or of the bytes of a pool that is FP8 already."""

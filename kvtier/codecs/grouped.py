@@ -6,7 +6,7 @@ from typing import Final
 
 from kvtier.codecs.paged import Kernel, PagedCodec, section_bytes
 from kvtier.errors import CodecError
-from kvtier.types import DTYPE_BYTES, ShardLayout
+from kvtier.types import DTYPE_BYTES, CodecTraits, ShardLayout
 
 _GROUP_DIM: Final = 128
 _SCALE_BYTES: Final = 2
@@ -24,6 +24,11 @@ class GroupedInt4Codec(PagedCodec):
     def name(self) -> str:
         """``int4-g128``."""
         return "int4-g128"
+
+    @property
+    def traits(self) -> CodecTraits:
+        """Lossy."""
+        return CodecTraits(exact=False)
 
     def section_bytes(self, layout: ShardLayout, section: int) -> int:
         """Size of the codes and scales. Raises ``CodecError`` for one-byte dtypes."""

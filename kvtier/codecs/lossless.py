@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from kvtier.codecs.paged import Kernel, PagedCodec, section_bytes
-from kvtier.types import DTYPE_BYTES, ShardLayout
+from kvtier.types import DTYPE_BYTES, CodecTraits, ShardLayout
 
 _SIDE_BYTES: Final = 8
 
@@ -22,6 +22,11 @@ class LosslessCodec(PagedCodec):
     def name(self) -> str:
         """``lossless``."""
         return "lossless"
+
+    @property
+    def traits(self) -> CodecTraits:
+        """Exact."""
+        return CodecTraits(exact=True)
 
     def section_bytes(self, layout: ShardLayout, section: int) -> int:
         """Size of the packed rows for bfloat16, else of the pool's own bytes."""

@@ -11,7 +11,7 @@ from kvtier.codecs.sections import section_offset
 from kvtier.errors import CodecError, LayoutError
 from kvtier.interfaces import PagedPool
 from kvtier.registry import import_problem
-from kvtier.types import Move, Part, ShardLayout
+from kvtier.types import CodecTraits, Move, Part, ShardLayout
 
 if TYPE_CHECKING:
     from kvtier_kernels.raw import LayerViews, Span
@@ -43,6 +43,11 @@ class PagedCodec(ABC):
     def name(self) -> str:
         """The name that stands in headers and on command lines."""
 
+    @property
+    @abstractmethod
+    def traits(self) -> CodecTraits:
+        """What the tiers must know of it."""
+
     @abstractmethod
     def section_bytes(self, layout: ShardLayout, section: int) -> int:
         """Packed size of one section. Raises ``CodecError`` for a dtype that it does not take."""
@@ -59,17 +64,17 @@ class PagedCodec(ABC):
         of the payload is then undefined), and ``MissingExtraError`` without torch.
         """
         kernel = self._kernel()
-        span = _span(move)
+        span = move_span(move)
         for planes, layers in self._sections(pool, move, payload):
-            with _as_our_error(move):
+            with as_our_error(move):
                 kernel.pack(layers, span, planes, pool.stream)
 
     def unpack(self, payload: memoryview, pool: PagedPool, move: Move) -> None:
         """Write the move's rows from ``payload`` into the pool's blocks; else as ``pack``."""
         kernel = self._kernel()
-        span = _span(move)
+        span = move_span(move)
         for planes, layers in self._sections(pool, move, payload):
-            with _as_our_error(move):
+            with as_our_error(move):
                 kernel.unpack(planes, layers, span, pool.stream)
 
     def _kernel(self) -> Kernel:
@@ -98,7 +103,8 @@ def section_bytes(layout: ShardLayout, section: int, row_bytes: Callable[[int], 
     return planes * layout.tokens * sum(map(row_bytes, dims))
 
 
-def _span(move: Move) -> Span:
+def move_span(move: Move) -> Span:
+    """The rows of a move, as kernels are told."""
     from kvtier_kernels.raw import Span
 
     return Span(
@@ -118,13 +124,14 @@ def _layers(pool: PagedPool, move: Move, section: int) -> list[LayerViews]:
     views: list[LayerViews] = []
     for layer in move.layout.section_layer_range(section):
         pool_layer = move.pool_layer_start + layer
-        k_view = _view(pool, move, pool_layer, Part.K)
-        v_view = _view(pool, move, pool_layer, Part.V) if move.layout.v_dim else None
+        k_view = pool_view(pool, move, pool_layer, Part.K)
+        v_view = pool_view(pool, move, pool_layer, Part.V) if move.layout.v_dim else None
         views.append((k_view, v_view))
     return views
 
 
-def _view(pool: PagedPool, move: Move, layer: int, part: Part) -> Any:
+def pool_view(pool: PagedPool, move: Move, layer: int, part: Part) -> Any:
+    """One layer of the pool as a tensor; ``LayoutError`` unless it fits the move's shard."""
     tensor = _tensor(pool.layer_view(move.shard.group, layer, part))
     dim = move.layout.k_dim if part is Part.K else move.layout.v_dim
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -147,7 +154,7 @@ def _tensor(view: object) -> Any:
 
 
 @contextmanager
-def _as_our_error(move: Move) -> Iterator[None]:
+def as_our_error(move: Move) -> Iterator[None]:
     """The kernels know no error of ours: they raise ``ValueError``, for values a subclass of it."""
     from kvtier_kernels.rows import UnrepresentableError
 

@@ -10,7 +10,7 @@ from kvtier.codecs.sections import section_offset
 from kvtier.constants import ALIGN_BYTES
 from kvtier.errors import LayoutError
 from kvtier.interfaces import PagedPool
-from kvtier.types import Move, Part, ShardLayout
+from kvtier.types import CodecTraits, Move, Part, ShardLayout
 
 if TYPE_CHECKING:
     from kvtier_kernels.raw import LayerViews, PoolLayers
@@ -34,6 +34,11 @@ class RawCodec(PagedCodec):
     def name(self) -> str:
         """``raw``."""
         return "raw"
+
+    @property
+    def traits(self) -> CodecTraits:
+        """Exact."""
+        return CodecTraits(exact=True)
 
     def section_bytes(self, layout: ShardLayout, section: int) -> int:
         """Size of one section's planes."""

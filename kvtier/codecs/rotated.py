@@ -31,13 +31,16 @@ from kvtier.codecs.calibration import Calibration, Rotary
 from kvtier.codecs.paged import Kernel, PagedCodec
 from kvtier.errors import CodecError, ConfigError, LayoutError
 from kvtier.interfaces import PagedPool
-from kvtier.types import DTYPE_BYTES, Move, ShardLayout
+from kvtier.types import DTYPE_BYTES, CodecTraits, Move, ShardLayout
 from kvtier_kernels.rotated_format import INT6, INT8, LM4, LM5, PIECE_DIM_MAX, Code, Format
 
 if TYPE_CHECKING:
     import torch
 
     from kvtier_kernels.rotated import Centre
+
+#: Hex digits of a calibration's digest in a codec's name.
+CALIBRATION_ID_DIGITS: Final = 16
 
 #: Tokens that the centred codecs keep exactly at the start of a sequence.
 SINK_TOKENS: Final = 4
@@ -62,6 +65,11 @@ class RotatedCodec:
     k_code: Code
     v_code: Code
     calibration: Calibration | None = None
+
+    @property
+    def traits(self) -> CodecTraits:
+        """Lossy; with a calibration the first tokens are kept."""
+        return CodecTraits(exact=False, sink_tokens=self.sink_tokens)
 
     @property
     def sink_tokens(self) -> int:
@@ -145,6 +153,10 @@ class _SectionCodec(PagedCodec):
     def name(self) -> str:
         return self._codec.name
 
+    @property
+    def traits(self) -> CodecTraits:
+        return self._codec.traits
+
     def section_bytes(self, layout: ShardLayout, section: int) -> int:
         return self._codec.section_bytes(layout, section)
 
@@ -173,12 +185,19 @@ def int5k4v() -> RotatedCodec:
 
 def int5k4v_centred(calibration: Calibration | None = None) -> RotatedCodec:
     """5 bits for K, centred, 4 for V. Raises ``ConfigError`` without a calibration."""
-    return RotatedCodec("int5k4v-c", LM5, LM4, _required("int5k4v-c", calibration))
+    known = _required("int5k4v-c", calibration)
+    return RotatedCodec(calibrated_name("int5k4v-c", known), LM5, LM4, known)
 
 
 def int4(calibration: Calibration | None = None) -> RotatedCodec:
     """4 bits, K centred. Raises ``ConfigError`` without a calibration."""
-    return RotatedCodec("int4", LM4, LM4, _required("int4", calibration))
+    known = _required("int4", calibration)
+    return RotatedCodec(calibrated_name("int4", known), LM4, LM4, known)
+
+
+def calibrated_name(name: str, calibration: Calibration) -> str:
+    """Return what stands in headers: what was packed with another calibration is another codec."""
+    return f"{name}.{calibration.digest[:CALIBRATION_ID_DIGITS]}"
 
 
 def _required(name: str, calibration: Calibration | None) -> Calibration:

@@ -79,6 +79,7 @@ class Shape:
         layout = self.layout
         return Move(
             worker=0,
+            codec="under test",
             shard=ShardId(0, 0, 0),
             layout=layout,
             slot=Slot(0, 0),

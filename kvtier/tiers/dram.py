@@ -15,7 +15,7 @@ slabs with a chunk that must stay is m slabs and (p + m) n bytes or more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from kvtier.interfaces import Clock, EvictionPolicy
 from kvtier.tiers.arena import Arena
@@ -105,10 +105,8 @@ class DramTier:
         self._policy.remove(record.entry.key)
         self._evict(record.entry.key)
 
-    def give_way(
-        self, keys: Iterable[ChunkKey], below: Callable[[ChunkKey], Collection[ShardId]]
-    ) -> bool:
-        """Let the first of ``keys`` leave that nobody has pinned and of which ``below`` has shards.
+    def give_way(self, keys: Iterable[ChunkKey], below: Callable[[ChunkKey], object]) -> bool:
+        """Let the first of ``keys`` leave that nobody has pinned and that ``below`` finds too.
 
         For one long sequence that fills the tier: no policy evicts the ancestors of what comes in,
         but those that a lower tier holds stay reachable. False: none of them could leave.

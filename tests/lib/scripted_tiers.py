@@ -255,9 +255,21 @@ class ScriptedTiers:
         layout = ShardLayout(len(PLANES) // 2, 1, DIM, DIM, "float32", 4)
         heads = HeadSlice(0, 0, 1)
         move = Move(
-            0, ShardId(0, 0, 0), layout, Slot(0, 0), 0, 0, 1, heads, 0, 0, 0, tuple(block_ids)
+            0,
+            "scripted",
+            ShardId(0, 0, 0),
+            layout,
+            Slot(0, 0),
+            0,
+            0,
+            1,
+            heads,
+            0,
+            0,
+            0,
+            tuple(block_ids),
         )
-        return Plan(self._plan_id, direction, "scripted", float("inf"), (move,))
+        return Plan(self._plan_id, direction, float("inf"), (move,))
 
     def _read(self, blocks: Iterable[int]) -> Tokens:
         planes = [plane[list(blocks)].reshape(-1, DIM) for plane in self._planes]

@@ -302,17 +302,17 @@ def test_one_sequence_that_fills_dram_gives_way_to_itself(room: Room) -> None:
     assert room.reserve(4, 8, parent=3) is None
     below: TierIndex[Slot] = TierIndex(lambda _: None)
     prefix = [chunk_key(depth) for depth in (3, 2, 1, 0)]
-    assert not room.tier.give_way(prefix, below)
+    assert not room.tier.give_way(prefix, below.ready)
     held = room.tier.index.ready(chunk_key(2))
     assert held is not None
     twin = DramRecord(held.entry, NAMESPACE, "raw", {})
     below.add(twin)
-    assert not room.tier.give_way(prefix, below)
+    assert not room.tier.give_way(prefix, below.ready)
     below.set_ready(twin)
     lease = room.tier.index.lease([held])
-    assert not room.tier.give_way(prefix, below)
+    assert not room.tier.give_way(prefix, below.ready)
     lease.release()
-    assert room.tier.give_way(prefix, below)
+    assert room.tier.give_way(prefix, below.ready)
     assert room.left == [chunk_key(2)]
     room.store(4, 8, parent=3)
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "numpy", "fastapi", "redis", "boto3", "typer", "rich", "triton")
+HEAVY = ("torch", "fastapi", "redis", "boto3", "typer", "rich", "triton")
 
 USE_RAW = """
 from kvtier.registry import codecs
@@ -17,7 +17,8 @@ PACK = """
 from kvtier.errors import MissingExtraError
 from kvtier.types import HeadSlice, Move, ShardId, ShardLayout, Slot
 layout = ShardLayout(1, 1, 4, 4, "float32", 4)
-move = Move(0, ShardId(0, 0, 0), layout, Slot(0, 0), 0, 0, 1, HeadSlice(0, 0, 1), 0, 0, 4, (0,))
+heads = HeadSlice(0, 0, 1)
+move = Move(0, "raw", ShardId(0, 0, 0), layout, Slot(0, 0), 0, 0, 1, heads, 0, 0, 4, (0,))
 try:
     codec.pack(None, move, memoryview(bytearray(128)))
 except MissingExtraError as error:

@@ -24,6 +24,7 @@ def plan_for(plan_id: int, *workers: int) -> Plan:
     moves = tuple(
         Move(
             worker=worker,
+            codec="raw",
             shard=ShardId(0, 0, 0),
             layout=LAYOUT,
             slot=Slot(0, 8192),
@@ -38,7 +39,7 @@ def plan_for(plan_id: int, *workers: int) -> Plan:
         )
         for worker in workers
     )
-    return Plan(plan_id, Direction.LOAD, "raw", 0.0, moves)
+    return Plan(plan_id, Direction.LOAD, 0.0, moves)
 
 
 class Room:

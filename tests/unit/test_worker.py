@@ -63,10 +63,15 @@ def pool() -> TorchPool:
 
 
 def move(
-    worker: int = 3, blocks: tuple[int, ...] = (5, 2), section: int = 0, count: int = 3
+    worker: int = 3,
+    blocks: tuple[int, ...] = (5, 2),
+    section: int = 0,
+    count: int = 3,
+    codec: str = "raw",
 ) -> Move:
     return Move(
         worker=worker,
+        codec=codec,
         shard=SHARD,
         layout=SHAPE.layouts[SHARD],
         slot=SLOT,
@@ -81,10 +86,8 @@ def move(
     )
 
 
-def plan(
-    *moves: Move, number: int = 1, direction: Direction = Direction.STORE, codec: str = "raw"
-) -> Plan:
-    return Plan(number, direction, codec, float("inf"), moves)
+def plan(*moves: Move, number: int = 1, direction: Direction = Direction.STORE) -> Plan:
+    return Plan(number, direction, float("inf"), moves)
 
 
 def answers(worker: CacheWorker) -> list[Result]:
@@ -126,7 +129,7 @@ def test_moves_of_others_are_left_to_them(worker: CacheWorker, arena: memoryview
         (plan(move(blocks=(5, 99))), "99"),
         (plan(move(blocks=(5,))), "block"),
         (plan(move(section=2, count=2)), "3 sections"),
-        (plan(move(), codec="nonesuch"), "nonesuch"),
+        (plan(move(codec="nonesuch")), "nonesuch"),
     ],
 )
 def test_a_plan_that_cannot_be_is_answered_with_why(
@@ -157,7 +160,7 @@ def test_no_move_starts_after_the_deadline(arena: memoryview) -> None:
     worker = CacheWorker(Placement(3), arena, clock=clock)
     worker.register_pool(HeldPool(clock, 1.0))
     moves = (move(count=1), move(section=1, count=1))
-    worker.execute(Plan(1, Direction.STORE, "raw", 1.5, moves))
+    worker.execute(Plan(1, Direction.STORE, 1.5, moves))
     assert answers(worker) == [Result(1, 3, ok=False, reason=MissReason.DEADLINE)]
     start = SLOT.offset + 4096
     assert any(arena[start : start + 4096])

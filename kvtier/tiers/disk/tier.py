@@ -93,16 +93,16 @@ class DiskTier:
         """Tell whether a write may be started anywhere now."""
         return any(volume.accepts for volume in self.volumes)
 
-    def shards(self, key: ChunkKey) -> Collection[ShardId]:
-        """Return the shards of a chunk that may be read now; a lookup changes nothing."""
+    def find(self, key: ChunkKey) -> tuple[str, Collection[ShardId]] | None:
+        """Return codec and shards of a chunk that may be read now; a lookup changes nothing."""
         record = self.index.get(key)
         if record is not None:
             readable = record.state is State.READY and self.volume_of(record).readable
-            return record.places.keys() if readable else ()
+            return (record.codec, record.places.keys()) if readable else None
         cold = self._cold.kind(key)
         if cold is None or not self.volumes[cold[0]].readable:
-            return ()
-        return cold[1].shard_ids
+            return None
+        return cold[1].codec, cold[1].shard_ids
 
     def holds(self, key: ChunkKey) -> bool:
         """Tell whether a chunk is there, being written included, readable or not."""
