@@ -14,7 +14,7 @@ from typing import Final
 import torch
 
 from kvtier.constants import CHUNK_TOKENS_DEFAULT
-from kvtier.errors import CodecError
+from kvtier.errors import CodecError, ConfigError
 from kvtier.interfaces import BlockCodec
 from kvtier.types import Part
 from kvtier_engine.attention.paged import plan_attention
@@ -101,23 +101,29 @@ class Bench:
     def measure(
         self, candidates: Sequence[Candidate], advance: Advance
     ) -> tuple[list[Result], list[Skipped]]:
-        """Measure codecs, in their order. One that refuses a value is skipped, with its reason."""
-        refused: dict[str, Skipped] = {}
+        """Measure codecs, in their order.
+
+        One that refuses a value or leaves one unwritten is skipped, with its reason. Raises
+        ``ConfigError`` for a model that computes no finite logits without any codec.
+        """
+        refused: dict[Candidate, Skipped] = {}
         for window in self._windows.token_ids:
             reference = self._logits(self._reference(window, advance))
+            if not reference.isfinite().all():
+                raise ConfigError("the model's own logits, from KV as it is, hold no finite values")
             targets = self._indices(window[self._windows.prefix_tokens + 1 :])
             for each in candidates:
-                if each.name in refused:
+                if each in refused:
                     continue
                 try:
                     found = self._logits(self._through(each.trip, window, advance))
                     _check_finite(found)
                 except CodecError as error:
-                    refused[each.name] = Skipped(each.name, str(error))
+                    refused[each] = Skipped(each.name, str(error))
                     continue
                 each.add(reference, found, targets)
                 each.add_noise(self._exact, self._packed, self._packed_tokens)
-        results = [each.result() for each in candidates if each.name not in refused]
+        results = [each.result() for each in candidates if each not in refused]
         return results, list(refused.values())
 
     @property
@@ -136,11 +142,9 @@ class Bench:
 
     def _through(self, trip: RoundTrip, window: Sequence[int], advance: Advance) -> torch.Tensor:
         """Return hidden states of the continuation after KV that has been through the codec."""
-        # What a codec does not write shows: a NaN spreads to all that attends to it.
-        for layer in range(self._loaded.config.layer_count):
-            self._packed.layer(layer).fill_(torch.nan)
         if self._mode is Mode.IN_PLACE:
             return self._in_pieces(trip, window, advance)
+        self._poison(range(self._windows.prefix_tokens))
         chunks = range(self._windows.prefix_tokens // CHUNK_TOKENS_DEFAULT)
         trip.run(self._exact, self._packed, chunks)
         return self._feed(self._packed, window, self._continuation, advance)
@@ -155,6 +159,7 @@ class Bench:
             found = self._feed(self._packed, window, span, advance)
             if trip is not None and len(span) == PIECE_TOKENS:
                 self._keep(span)
+                self._poison(span)
                 piece = start // PIECE_TOKENS
                 trip.run(self._exact, self._packed, range(piece, piece + 1))
             if start >= self._windows.prefix_tokens:
@@ -166,6 +171,11 @@ class Bench:
         for layer in range(self._loaded.config.layer_count):
             rows = self._packed.layer(layer)[:, :, span.start : span.stop]
             self._exact.layer(layer)[:, :, span.start : span.stop] = rows
+
+    def _poison(self, span: range) -> None:
+        """Make what a codec does not write show: a NaN spreads to all that attends to it."""
+        for layer in range(self._loaded.config.layer_count):
+            self._packed.layer(layer)[:, :, span.start : span.stop] = torch.nan
 
     @property
     def _continuation(self) -> range:

@@ -20,6 +20,9 @@ BATCH_POSITIONS: Final = 16
 #: Positions whose logits over the whole vocabulary exist in double precision at one time.
 BLOCK_POSITIONS: Final = 64
 
+#: Mean loss and change of loss, in nats, above which a perplexity is given as this one's.
+LOSS_MAX: Final = 700.0
+
 _NORMAL_975: Final = 1.959963984540054
 
 
@@ -74,12 +77,20 @@ def summarise(positions: Positions) -> Figures:
         kl_p99=positions.divergence.quantile(0.99).item(),
         kl_max=positions.divergence.max().item(),
         top1_percent=100.0 * positions.agrees.double().mean().item(),
-        reference_ppl=math.exp(positions.reference_loss.mean().item()),
-        ppl=math.exp(positions.loss.mean().item()),
-        ppl_change_percent=100.0 * math.expm1(mean),
-        ppl_change_low=100.0 * math.expm1(mean - error),
-        ppl_change_high=100.0 * math.expm1(mean + error),
+        reference_ppl=_ppl(positions.reference_loss),
+        ppl=_ppl(positions.loss),
+        ppl_change_percent=_percent(mean),
+        ppl_change_low=_percent(mean - error),
+        ppl_change_high=_percent(mean + error),
     )
+
+
+def _ppl(losses: torch.Tensor) -> float:
+    return math.exp(min(losses.mean().item(), LOSS_MAX))
+
+
+def _percent(change: float) -> float:
+    return 100.0 * math.expm1(min(change, LOSS_MAX))
 
 
 def half_interval(values: torch.Tensor) -> float:
