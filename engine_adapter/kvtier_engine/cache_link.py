@@ -28,6 +28,7 @@ from kvtier.types import (
     Result,
 )
 from kvtier_engine.block_pool import BlockPool
+from kvtier_engine.lossy_blocks import LossyBlocks
 from kvtier_engine.request import Request
 
 _log = logging.getLogger(__name__)
@@ -212,6 +213,7 @@ class CacheLink:
         self._followed: dict[Request, _Followed] = {}
         self._stores: dict[int, list[int]] = {}
         self._loads: list[_RunningLoad] = []
+        self._lossy = LossyBlocks()
         #: Workers' answers that the cache has not taken yet: none may be lost, a block waits on it.
         self._answers: list[Result] = []
         self._logged_s: float | None = None
@@ -299,6 +301,9 @@ class CacheLink:
         followed = self._followed.get(request)
         if sequence is None or followed is None:
             return
+        blocks_lossy = self._lossy.count(request.chain.digests, request.block_ids)
+        lossy_chunks = -(-blocks_lossy * self._pool.block_tokens // self._chunk_tokens)
+        sequence.lossy_chunks = max(sequence.lossy_chunks, lossy_chunks)
         chunks = range(followed.stored_chunks, chunks_end)
         start = chunks.start * self._chunk_tokens
         block_ids = self._slice(request, start, chunks.stop * self._chunk_tokens)
@@ -355,7 +360,17 @@ class CacheLink:
             return None
         self._loads.remove(load)
         self._pool.release(load.block_ids)
+        if request is not None:
+            self._mark_lossy(request, outcome)
         return None if request is None else LoadEnded(request, outcome)
+
+    def _mark_lossy(self, request: Request, outcome: LoadOutcome) -> None:
+        followed = self._followed.get(request)
+        if followed is None or not followed.sequence.lossy_chunks:
+            return
+        step = self._pool.block_tokens
+        first, stop = outcome.start_token // step, -(-outcome.end_token // step)
+        self._lossy.mark(request.chain.digests[first:stop], request.block_ids[first:stop])
 
     def _execute_boundary(self, plan: Plan) -> None:
         """Hand a plan to the worker; one that it will not take is answered in its place."""

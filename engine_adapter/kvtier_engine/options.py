@@ -233,6 +233,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
         "of the disk tier: none, batch or each",
     ),
     Option("codec", _installed(codecs), "raw", "NAME", "how KV is encoded in the tiers"),
+    Option("disk_codec", _installed(codecs), "", "NAME", "the same for the disk (as --codec)"),
     Option("weights_id", _weights_id, "", "ID", "declares what the weights are (their digest)"),
     Option("no_cache", _switch, False, "", "no tiers below HBM"),
     Option("access_log", _maybe_path, "", "PATH", "file with a line per request (no log)"),

@@ -18,10 +18,11 @@ from kvtier.cache.cache import Cache
 from kvtier.cache.planner import chunk_shape
 from kvtier.cache.worker import CacheWorker
 from kvtier.clock import SystemClock
+from kvtier.codecs.known import KnownCodecs
 from kvtier.config import CacheConfig, format_size
 from kvtier.errors import ConfigError
 from kvtier.registry import codecs
-from kvtier.types import KVLayout, Namespace, Placement
+from kvtier.types import Fidelity, KVLayout, Namespace, Placement
 from kvtier_engine.access_recorder import AccessRecorder, open_recorder
 from kvtier_engine.api.admission import Admission
 from kvtier_engine.api.app import Health, create_app
@@ -159,7 +160,12 @@ def build(settings: Settings) -> Server:
         _check_chunks(cache_config, chunk_bytes, config.chunk_tokens, model.context_tokens)
     runner = ModelRunner(loaded, pool, max_rows=config.max_num_seqs)
     runner.warm_up()
-    namespace = Namespace(weights_id=loaded.weights_id, layout=layout, rope=loaded.rope_text)
+    namespace = Namespace(
+        weights_id=loaded.weights_id,
+        layout=layout,
+        rope=loaded.rope_text,
+        fidelity=_fidelity(cache_config),
+    )
     with ExitStack() as undo:
         recorder = _recorder(config, namespace)
         if recorder is not None:
@@ -179,6 +185,13 @@ def build(settings: Settings) -> Server:
         cache_problem=problem,
     )
     return Server(settings, engine, loaded.tokenizer, model, facts, tiers, recorder)
+
+
+def _fidelity(config: CacheConfig | None) -> Fidelity:
+    """Keep what a lossy codec packs apart from what is exact."""
+    known = KnownCodecs()
+    exact = config is None or all(known.get(name).traits.exact for name in config.codecs)
+    return Fidelity.EXACT if exact else Fidelity.LOSSY
 
 
 def _recorder(config: EngineConfig, namespace: Namespace) -> AccessRecorder | None:

@@ -63,6 +63,7 @@ class EngineConfig:
     disk_mode: WriteMode
     durability: Durability
     codec: str
+    disk_codec: str
     weights_id: str
     no_cache: bool
     access_log: str
@@ -88,6 +89,7 @@ class EngineConfig:
                 more_paths=tuple(more),
                 admission=self.disk_admission,
                 write_bytes_per_day=self.disk_write_bytes_per_day,
+                codec=self.disk_codec or None,
             )
         return CacheConfig(dram_bytes=self.dram, disk=disk, codec=self.codec, policy=self.policy)
 

@@ -1,0 +1,264 @@
+"""Tiers of several codecs: what packed a chunk unpacks it, and nothing is quantised twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtier.cache.cache import Cache
+from kvtier.cache.match import Ready
+from kvtier.cache.sequence import Sequence
+from kvtier.cache.worker import CacheWorker
+from kvtier.config import CacheConfig, DiskConfig
+from kvtier.constants import MIB
+from kvtier.errors import ConfigError, RegistryError
+from kvtier.testing.engine_double import wait_until
+from kvtier.testing.pools import Arrangement, TorchPool
+from kvtier.tiers.disk.files import LocalFiles
+from kvtier.tiers.disk.verify import Verifier
+from kvtier.types import (
+    Blocks,
+    Fidelity,
+    GroupKind,
+    KVGroup,
+    KVLayout,
+    LoadOutcome,
+    MissReason,
+    Namespace,
+    Part,
+    Placement,
+    Tier,
+)
+
+CHUNK = 32
+BLOCK = 16
+CHUNKS = 3
+GROUP = KVGroup(GroupKind.FULL, (0, 1, 2), kv_heads=2, k_dim=64, v_dim=64, dtype="float32")
+LAYOUT = KVLayout((GROUP,), chunk_tokens=CHUNK, section_layers=2)
+LOSSY = Namespace("weights", LAYOUT, fidelity=Fidelity.LOSSY)
+EXACT = Namespace("weights", LAYOUT)
+BLOCKS = Blocks(0, (tuple(range(CHUNKS * CHUNK // BLOCK)),), BLOCK)
+
+
+class Room:
+    """A cache with a worker and two pools: where KV is computed and where it is brought back."""
+
+    def __init__(self, folder: Path, codec: str, disk_codec: str | None = None) -> None:
+        disk = DiskConfig(str(folder / "disk"), 64 * MIB, codec=disk_codec)
+        self.cache = Cache(CacheConfig(16 * MIB, disk, codec=codec, slab_bytes=MIB))
+        self.worker = CacheWorker(Placement(), self.cache.arena)
+        count = CHUNKS * CHUNK // BLOCK
+        self.computed, self.restored = (
+            TorchPool([GROUP], block_count=count, arrangement=Arrangement.STACKED) for _ in range(2)
+        )
+        generator = torch.Generator().manual_seed(3)
+        for view in self.views(self.computed):
+            view.copy_(torch.randn(view.shape, generator=generator))
+        self.restored.poison()
+
+    def views(self, pool: TorchPool) -> list[torch.Tensor]:
+        return [pool.layer_view(0, layer, part) for layer in range(3) for part in Part]
+
+    def sequence(self, namespace: Namespace) -> Sequence:
+        sequence = self.cache.sequence(namespace)
+        sequence.append(range(CHUNKS * CHUNK))
+        return sequence
+
+    def store(self, sequence: Sequence, pool: TorchPool | None = None) -> bool:
+        self.worker.register_pool(pool or self.computed)
+        plan = self.cache.begin_store(sequence, range(CHUNKS), BLOCKS)
+        if plan is None:
+            return False
+        self.worker.execute(plan)
+
+        def done() -> bool:
+            self.cache.finish(self.worker.poll())
+            return self.cache.store_done(plan.plan_id)
+
+        wait_until(done, "a store")
+        wait_until(lambda: not self.cache.stats().writes_queued, "the disk")
+        return True
+
+    def load(self, sequence: Sequence) -> LoadOutcome | None:
+        wait_until(lambda: isinstance(self.cache.match(sequence), Ready), "the disk")
+        match = self.cache.match(sequence)
+        assert isinstance(match, Ready)
+        self.worker.register_pool(self.restored)
+        load = self.cache.begin_load(match, BLOCKS)
+        if load is None:
+            return None
+
+        def done() -> bool:
+            for plan in load.poll():
+                self.worker.execute(plan)
+            self.cache.finish(self.worker.poll())
+            return load.outcome is not None
+
+        wait_until(done, "a load")
+        return load.outcome
+
+    def error(self) -> float:
+        """Return the greatest difference between what was computed and what came back."""
+        pairs = zip(self.views(self.computed), self.views(self.restored), strict=True)
+        return max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
+
+    def close(self) -> None:
+        self.worker.close()
+        self.cache.check_integrity()
+        self.cache.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A directory whose shards are all sound in the end."""
+    yield tmp_path
+    verifier = Verifier(str(tmp_path / "disk"), LocalFiles())
+    list(verifier.run())
+    assert verifier.verdict.findings == ()
+
+
+def bytes_below(folder: Path) -> int:
+    return sum(path.stat().st_size for path in (folder / "disk").rglob("*.kvs"))
+
+
+@pytest.mark.parametrize(
+    ("codec", "error_max"),
+    [("raw", 0.0), ("lossless", 0.0), ("int8", 0.05), ("fp8", 0.3), ("int5k4v", 1.0)],
+)
+def test_every_codec_serves_from_both_tiers_and_after_a_restart(
+    folder: Path, codec: str, error_max: float
+) -> None:
+    namespace = EXACT if error_max == 0 else LOSSY
+    room = Room(folder, codec)
+    assert room.store(room.sequence(namespace))
+    for tier in (Tier.DRAM, Tier.DISK):
+        if tier is Tier.DISK:
+            room.close()
+            room = Room(folder, codec)
+        outcome = room.load(room.sequence(namespace))
+        assert outcome is not None
+        assert outcome.tokens_by_tier == {tier: CHUNKS * CHUNK}
+        assert room.error() <= error_max
+    room.close()
+
+
+def test_a_dense_codec_takes_less_of_every_medium(tmp_path: Path) -> None:
+    sizes = {}
+    for codec in ("raw", "int8", "int5k4v"):
+        room = Room(tmp_path / codec, codec)
+        room.store(room.sequence(LOSSY))
+        dram = room.cache.stats().tiers[0].used_bytes
+        sizes[codec] = (dram, bytes_below(tmp_path / codec))
+        room.close()
+    for dense, share in (("int8", 0.5), ("int5k4v", 0.4)):
+        for ours, raw in zip(sizes[dense], sizes["raw"], strict=True):
+            assert ours < share * raw
+
+
+def test_what_an_earlier_run_packed_otherwise_is_read_as_it_is(folder: Path) -> None:
+    room = Room(folder, "int8")
+    room.store(room.sequence(LOSSY))
+    room.close()
+    room = Room(folder, "int5k4v")
+    before = bytes_below(folder)
+    outcome = room.load(room.sequence(LOSSY))
+    assert outcome is not None
+    assert outcome.end_token == CHUNKS * CHUNK
+    assert room.error() <= 0.05, "as int8 has it, not as int5k4v would"
+    assert not room.store(room.sequence(LOSSY)), "it is held"
+    assert bytes_below(folder) == before
+    room.close()
+
+
+def test_disk_packs_with_its_own_codec_from_the_pool(folder: Path) -> None:
+    """DRAM answers as int8; after a restart the disk answers as int5k4v."""
+    room = Room(folder, "int8", "int5k4v")
+    assert room.store(room.sequence(LOSSY))
+    outcome = room.load(room.sequence(LOSSY))
+    assert outcome is not None
+    assert outcome.tokens_by_tier == {Tier.DRAM: CHUNKS * CHUNK}
+    fine = room.error()
+    stats = room.cache.stats().tiers
+    assert (stats[0].chunks, stats[1].chunks) == (CHUNKS, CHUNKS), "nothing is staged any more"
+    assert stats[0].pinned_chunks == 0
+    room.close()
+    room = Room(folder, "int8", "int5k4v")
+    outcome = room.load(room.sequence(LOSSY))
+    assert outcome is not None
+    assert outcome.tokens_by_tier == {Tier.DISK: CHUNKS * CHUNK}
+    assert fine <= 0.05 < room.error() <= 1.0
+    room.close()
+
+
+def test_nothing_lossy_enters_an_exact_namespace(folder: Path) -> None:
+    for codec, disk_codec in (("int8", None), ("raw", "int8")):
+        room = Room(folder, codec, disk_codec)
+        with pytest.raises(ConfigError, match=r"'int8' is lossy.*'exact'.*'lossy'"):
+            room.sequence(EXACT)
+        room.close()
+
+
+def test_a_lossy_chunk_is_a_miss_to_an_exact_reader(folder: Path) -> None:
+    """Namespaces keep them apart already; a chunk under the wrong one is not used either."""
+    room = Room(folder, "int8")
+    room.store(room.sequence(LOSSY))
+    forged = room.sequence(LOSSY)
+    honest = Sequence(EXACT, forged.root)
+    honest.append(range(CHUNKS * CHUNK))
+    assert honest.chunk_keys == forged.chunk_keys
+    from kvtier.codecs.known import KnownCodecs
+
+    known = KnownCodecs()
+    assert known.readable("int8", Fidelity.LOSSY)
+    assert not known.readable("int8", Fidelity.EXACT)
+    assert known.readable("lossless", Fidelity.EXACT)
+    assert not known.readable("of a later version", Fidelity.LOSSY)
+    room.close()
+
+
+def test_what_came_back_lossy_is_never_packed_again(tmp_path: Path) -> None:
+    room = Room(tmp_path, "int8")
+    sequence = room.sequence(LOSSY)
+    room.store(sequence)
+    assert room.load(sequence) is not None
+    assert sequence.lossy_chunks == CHUNKS
+    other = Room(tmp_path / "other", "int8")  # Where nothing is held any more.
+    again = other.sequence(LOSSY)
+    again.lossy_chunks = 2
+    assert other.store(again, room.restored)
+    assert other.cache.stats().tiers[0].chunks == CHUNKS - 2
+    other.close()
+    room.close()
+
+
+def test_exact_codecs_mark_nothing(folder: Path) -> None:
+    room = Room(folder, "raw")
+    sequence = room.sequence(EXACT)
+    room.store(sequence)
+    assert room.load(sequence) is not None
+    assert sequence.lossy_chunks == 0
+    room.close()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_b147_values_that_a_codec_cannot_carry_are_not_stored(tmp_path: Path, bad: float) -> None:
+    room = Room(tmp_path, "int8")
+    room.views(room.computed)[2][3, 5, 1, 7] = bad
+    sequence = room.sequence(LOSSY)
+    assert room.store(sequence)
+    stats = room.cache.stats().tiers[0]
+    assert (stats.chunks, stats.used_bytes) == (0, 0)
+    assert stats.counters.refused_chunks[MissReason.CODEC] == CHUNKS
+    room.close()
+
+
+def test_an_unknown_codec_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(RegistryError, match="int8"):
+        Room(tmp_path, "int9")
+    with pytest.raises(RegistryError, match="int8"):
+        Room(tmp_path, "raw", "int88")
+    with pytest.raises(ConfigError, match="calibration"):
+        Room(tmp_path, "int4")
