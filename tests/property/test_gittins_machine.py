@@ -1,4 +1,4 @@
-"""Gittins under any order of calls."""
+"""Gittins under any order of calls, weighted by cost or not."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from hypothesis import settings
 
 from kvtier.interfaces import EvictionPolicy
 from kvtier.policies.gittins import Gittins
+from kvtier.policies.gittins_cost import GittinsCost
 from kvtier.testing.policy_machine import PolicyMachine
 from kvtier.types import ChunkKey
 
@@ -21,5 +22,14 @@ class GittinsMachine(PolicyMachine):
         return Gittins(capacity_bytes, pinned)
 
 
+class GittinsCostMachine(PolicyMachine):
+    def make_policy(
+        self, capacity_bytes: int, pinned: Callable[[ChunkKey], bool]
+    ) -> EvictionPolicy:
+        return GittinsCost(capacity_bytes, pinned)
+
+
 GittinsMachine.TestCase.settings = STEPS
 TestGittinsMachine = GittinsMachine.TestCase
+GittinsCostMachine.TestCase.settings = STEPS
+TestGittinsCostMachine = GittinsCostMachine.TestCase
