@@ -19,7 +19,7 @@ from kvtier.testing.clock import FakeClock
 from kvtier.testing.fault_files import FaultyFiles
 from kvtier.testing.policy_machine import chunk_key
 from kvtier.tiers.disk.shard_files import ShardFiles
-from kvtier.tiers.disk.tier import DiskRecord, DiskTier
+from kvtier.tiers.disk.tier import DiskRecord, DiskTier, PolicyFactory
 from kvtier.tiers.disk.volume import Volume, written
 from kvtier.types import ChunkKey, Entry, ShardId
 from tests.lib.disk_lab import (
@@ -55,8 +55,11 @@ class DiskShelves:
     every file that is made. ``restart`` forgets everything but the directories.
     """
 
-    def __init__(self, folder: Path, *, count: int, share_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, *, count: int, share_bytes: int, policy: PolicyFactory = LRU
+    ) -> None:
         self.folder = folder
+        self.policy = policy
         self.share_bytes = share_bytes
         self.roots = [folder / str(number) for number in range(count)]
         self.files = [FaultyFiles(BoundedFiles(root, share_bytes)) for root in self.roots]
@@ -74,7 +77,7 @@ class DiskShelves:
             Volume(number, files, self.share_bytes, self.clock)
             for number, files in enumerate(self.shard_files)
         ]
-        self.tier = DiskTier(self.volumes, LRU, self.clock, self.evicted.append)
+        self.tier = DiskTier(self.volumes, self.policy, self.clock, self.evicted.append)
         self.unswept = [[] for _ in self.volumes]
 
     def open(self, *numbers: int) -> list[bool]:

@@ -8,30 +8,42 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvtier.policies.lru import LRU
+from kvtier.tiers.disk.journal import Changes, Journal
+from kvtier.tiers.disk.tier import DiskRecord, DiskTier, PolicyFactory
 from kvtier.types import ChunkKey, Entry
+from tests.lib.soak_report import report
 from tests.lib.tier_simulation import Simulation
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
-STEPS = 2000
-RUNS = 6
+STEPS = 1000
+#: With a scale of 20 these are a thousand seeds and a million steps.
+RUNS = 50
+CANARY_RUNS = 12
 #: What has to happen in some run, or the simulation proves nothing.
 EVENTS = (
     "evicted from dram",
     "evicted from disk",
     "no room in dram",
+    "not admitted",
     "written",
     "write failed",
     "filled",
     "corrupt",
     "read failed",
     "restart",
+    "crash",
+    "index lost",
+    "cold",
+    "displaced",
     "in quarantine",
 )
 
@@ -43,21 +55,37 @@ def root() -> Iterator[str]:
     shutil.rmtree(made)
 
 
-def seeds(seed: int) -> Iterator[int]:
-    return (seed + run for run in range(RUNS))
+def run_all(root: str, seeds: range, policy: PolicyFactory | None = None) -> Counter[str]:
+    """Run one simulation per seed; the first one has every kind of step."""
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        folder = tempfile.mkdtemp(dir=root)
+        simulation = Simulation(folder, seed, policy, every_step=seed == seeds.start)
+        try:
+            simulation.run(STEPS)
+        except AssertionError as error:
+            error.add_note(f"simulation of seed {seed}: {simulation.swarm}")
+            error.add_note(f"replay: Simulation(folder, {seed}).run({STEPS})")
+            raise
+        shutil.rmtree(folder)
+        seen += simulation.seen
+    return seen
 
 
 def test_b43_tiers_hold_what_they_say_whatever_happens(root: str, seed: int, scale: int) -> None:
-    seen: Counter[str] = Counter()
-    for number in seeds(seed):
-        simulation = Simulation(tempfile.mkdtemp(dir=root), number, every_step=number == seed)
-        try:
-            simulation.run(STEPS * scale)
-        except AssertionError as error:
-            error.add_note(f"simulation of seed {number}; the same KVTIER_SEED replays it")
-            raise
-        seen += simulation.seen
+    start = time.perf_counter()
+    seen = run_all(root, range(seed, seed + RUNS * scale))
     assert not set(EVENTS) - set(seen), f"some things never happened: {seen}"
+    seconds = time.perf_counter() - start
+    figures = {event.replace(" ", "_"): seen[event] for event in EVENTS}
+    report(
+        "tier simulation",
+        scale,
+        seeds=RUNS * scale,
+        steps=STEPS * RUNS * scale,
+        steps_per_s=STEPS * RUNS * scale / seconds,
+        **figures,
+    )
 
 
 class EvictsPinned(LRU):
@@ -85,10 +113,37 @@ class NamesTwice(LRU):
 
 
 @pytest.mark.parametrize("policy", [EvictsPinned, NeverForgets, AnyOrder, NamesTwice])
-def test_the_canary_dies(root: str, seed: int, policy: type[LRU]) -> None:
-    def run_all() -> None:
-        for number in seeds(seed):
-            Simulation(tempfile.mkdtemp(dir=root), number, policy).run(STEPS)
-
+def test_the_canary_policy_dies(root: str, seed: int, policy: type[LRU]) -> None:
     with pytest.raises(AssertionError):
-        run_all()
+        run_all(root, range(seed, seed + CANARY_RUNS), policy)
+
+
+def test_the_canary_index_dies(root: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index at rest that forgets what was removed names chunks that have no files."""
+    append = Journal.append
+
+    def forgetful(self: Journal, changes: Changes) -> None:
+        append(self, replace(changes, removed=()))
+
+    monkeypatch.setattr(Journal, "append", forgetful)
+    with pytest.raises(AssertionError, match="promised that has no files"):
+        run_all(root, range(seed, seed + CANARY_RUNS))
+
+
+def test_the_canary_tier_dies(root: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier that lets readers have what is only being written."""
+    ready = DiskTier.ready
+
+    def careless(self: DiskTier, key: ChunkKey) -> DiskRecord | None:
+        return ready(self, key) or self.index.get(key)
+
+    monkeypatch.setattr(DiskTier, "ready", careless)
+    with pytest.raises(AssertionError, match="may be read"):
+        run_all(root, range(seed, seed + CANARY_RUNS))
+
+
+def test_the_canary_sweep_dies(root: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep that finds nothing loses what was written while the index was not."""
+    monkeypatch.setattr(DiskTier, "take_in", lambda *_: None)
+    with pytest.raises(AssertionError):
+        run_all(root, range(seed, seed + CANARY_RUNS))
