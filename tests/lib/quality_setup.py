@@ -26,7 +26,7 @@ class Tiny:
     """A tiny model on disk, loaded, with what its oracle needs."""
 
     def __init__(self, folder: Path, seed: int) -> None:
-        self.config: dict[str, Any] = tiny_config(rope_theta=10_000.0)
+        self.config: dict[str, Any] = tiny_config(num_hidden_layers=5, rope_theta=10_000.0)
         self.tensors: Tensors = tiny_tensors(self.config, seed)
         self.folder = write_folder(folder, self.config, self.tensors)
         self.loaded: LoadedModel = load_model(str(self.folder))
