@@ -321,6 +321,12 @@ SERIES: Final[tuple[Series, ...]] = (
         _counted(lambda counters: counters.written_bytes),
         _TIER,
     ),
+    _counter(
+        "kvtier_tier_index_bytes_total",
+        "Bytes written to a tier for its index, on top of those of chunks.",
+        _tier(lambda tier: tier.index_bytes),
+        _TIER,
+    ),
     _histogram(
         "kvtier_tier_read_seconds",
         "Time of one read from a tier.",

@@ -51,7 +51,7 @@ def tier(which: Tier, state: str = "ok") -> TierStats:
         corrupt_shards=25, evicted_chunks=26, refused_chunks=Counter({MissReason.NO_ROOM: 27}),
         io_errors=28,
     )  # fmt: skip
-    return TierStats(which, state, "", 31, 32, 33, 34, 35, counters)
+    return TierStats(which, state, "", 31, 32, 33, 34, 35, counters, index_bytes=36)
 
 
 def scrape(*shots: Snapshot) -> list[tuple[Sample, float]]:
@@ -102,13 +102,14 @@ def test_every_figure_is_the_owners() -> None:
     assert value(samples, "kvtier_tier_miss_tokens_total", tier="disk", reason="corrupt") == 0
     assert value(samples, "kvtier_tier_refused_chunks_total", tier="dram", reason="no_room") == 27
     assert value(samples, "kvtier_tier_io_errors_total", tier="dram") == 28
+    assert value(samples, "kvtier_tier_index_bytes_total", tier="disk") == 36
     assert value(samples, "kvtier_late_jobs") == 19
 
 
 def test_each_plain_figure_reaches_the_scraper() -> None:
     """All numbers of the fixture differ, so one that is left out or mixed up is missed."""
     shown = {amount for _, amount in scrape(snapshot(tier(Tier.DRAM)))}
-    assert shown >= {*range(1, 29), *range(31, 36)}
+    assert shown >= {*range(1, 29), *range(31, 37)}
 
 
 def test_histograms_are_cumulative_and_end_at_infinity() -> None:
