@@ -1,4 +1,4 @@
-"""The rotated codecs' kernels compile for a GPU: the interpreter takes more than the compiler."""
+"""The codecs' kernels compile for a GPU: the interpreter takes more than the compiler."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_kernels_compile_and_fuse_no_multiply_add(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     reports = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(reports) == 4
+    assert len(reports) == 14
     for report in reports:
         assert report["fused"] == 0, report
-        assert "v4.b32" in report["st" if report["kernel"] == "unpack_kernel" else "ld"], report
+        assert "v4.b32" in report["st" if report["way"] == "unpack" else "ld"], report

@@ -1,4 +1,4 @@
-"""Compile the rotated codecs' kernels for a GPU that need not be there.
+"""Compile the codecs' kernels for a GPU that need not be there.
 
 Prints one line of JSON per kernel: its name, how many fused multiply-adds its assembly has, and
 the widest loads and stores. A program of its own: in the tests' process kernels are interpreted.
@@ -8,58 +8,87 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
 
+import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvtier_kernels.rotated import triton as kernels
-from kvtier_kernels.rotated_format import INT8, LM5, Piece
+from kvtier_kernels import fp8, grouped, lossless, raw
+from kvtier_kernels.rotated import triton as rotated
+from kvtier_kernels.rotated_format import INT8, LM4, LM5, Format
+from kvtier_kernels.transfer.stripes import Means, Shape, Stripe
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {
-    "table": "*i64",
-    "packed": "*u8",
+    "jobs": "*i64",
+    "blocks": "*i64",
     "failed": "*i32",
     "tables": "*i32",
-    **dict.fromkeys(("signs", "mean", "partner", "cosine", "sine"), "*fp32"),
+    "signs": "*fp32",
 }
 #: Arguments that are multiples of 16 for chunks of 256 tokens.
-ALIGNED = ("codes_start", "codes_head", "first_bytes", "second_start", "second_bytes", "part_dim")
-CASES = [
-    (Piece(0, 0, 64, LM5), "bfloat16", True),
-    (Piece(0, 0, 80, INT8), "float16", False),
-]
+ALIGNED = ("first_head", "first_bytes", "second_head", "second_bytes", "third_head", "part_dim")
+TOKENS = 256
 
 
-def assembly(kernel: Any, piece: Piece, dtype: str, *, centred: bool) -> str:
-    """The PTX of one specialization of a kernel."""
-    constants = kernels.constants(piece, 256)
-    constants |= {"CENTRED": centred, "DTYPE": dtype, "ALIGN": 16}
-    constants["ELEMENT"] = tl.int32 if dtype == "float32" else tl.int16
+def stripes() -> Iterator[tuple[str, str, Stripe]]:
+    """Names, dtypes and stripes of all kinds of kernels."""
+    cpu = torch.device("cpu")
+    means = Means(torch.zeros(1), torch.zeros(1))
+    for code, dim, dtype, some in (
+        (LM5, 64, "bfloat16", means),
+        (LM4, 128, "bfloat16", means),
+        (INT8, 80, "float16", None),
+    ):
+        form = Format(dim, dim, code, code, 2)
+        section = form.section(4, 8, TOKENS, 0)
+        yield f"rotated-{code.name}", dtype, rotated.stripes(form, section, TOKENS, cpu, some)[0]
+    shape = Shape(4, 8, TOKENS, (128, 128), torch.bfloat16)
+    for kernel in (fp8, grouped, lossless, raw):
+        name = kernel.__name__.rpartition(".")[2]
+        yield name, "bfloat16", kernel.stripes(shape)[0]
+
+
+def assembly(stripe: Stripe, dtype: str, *, packs: bool) -> str:
+    """The PTX of one way of a stripe."""
+    constants = {
+        **stripe.constants,
+        "BODY": stripe.pack if packs else stripe.unpack,
+        "DTYPE": dtype,
+        "ELEMENT": tl.int16,
+        **dict.fromkeys(("ALIGN", "FIRST", "SECOND", "THIRD"), 16),
+    }
     signature, attributes = {}, {}
-    for index, name in enumerate(kernel.arg_names):
+    for index, name in enumerate(stripe.kernel.arg_names):
         signature[name] = "constexpr" if name in constants else POINTERS.get(name, "i32")
         if name in POINTERS or name in ALIGNED:
             attributes[index,] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    ptx: str = triton.compile(source, target=HOPPER, options=kernels.OPTIONS).asm["ptx"]
+    source = ASTSource(
+        fn=stripe.kernel, signature=signature, constexprs=constants, attrs=attributes
+    )
+    compiled = triton.compile(source, target=HOPPER, options=dict(stripe.options))
+    ptx: str = compiled.asm["ptx"]
     return ptx
 
 
 def main() -> None:
-    """Compile each case both ways."""
-    for piece, dtype, centred in CASES:
-        for kernel in (kernels.pack_kernel, kernels.unpack_kernel):
-            ptx = assembly(kernel, piece, dtype, centred=centred)
+    """Compile each case both ways; ``--stages`` as many tiles in flight as the next word says."""
+    stages = int(sys.argv[2]) if "--stages" in sys.argv else 1
+    for name, dtype, made in stripes():
+        stripe = replace(made, constants={**made.constants, "STAGES": stages})
+        for way in ("pack", "unpack"):
+            ptx = assembly(stripe, dtype, packs=way == "pack")
             widths = {
-                way: sorted(set(re.findall(rf"{way}\.global\S*?\.(v\d\.b\d+|b\d+)", ptx)))
-                for way in ("ld", "st")
+                kind: sorted(set(re.findall(rf"{kind}\.global\S*?\.(v\d\.b\d+|b\d+)", ptx)))
+                for kind in ("ld", "st")
             }
             fused = len(re.findall(r"\bfma\.", ptx))
-            report = {"kernel": kernel.__name__, "dtype": dtype, "fused": fused, **widths}
+            report = {"kernel": name, "way": way, "dtype": dtype, "fused": fused, **widths}
             print(json.dumps(report))  # noqa: T201
 
 

@@ -13,6 +13,7 @@ import random
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from unittest import mock
 
 from kvtier.cache.cache import Cache
 from kvtier.cache.planner import chunk_shape
@@ -91,8 +92,7 @@ def _tell(line: str) -> None:
 
 def work(job: Job) -> None:
     """Store and load random sequences, for ever."""
-    # Where the journal reads it, and nowhere else.
-    journal.JOURNAL_CHANGES_LOGGED = job.changes_logged  # type: ignore[misc]
+    mock.patch.object(journal, "JOURNAL_CHANGES_LOGGED", job.changes_logged).start()
     draws = random.Random(job.seed)
     cache = Cache(job.config(), files=TellingFiles())
     engine = PatternEngine(cache)

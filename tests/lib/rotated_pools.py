@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from kvtier_kernels import raw
 from kvtier_kernels.rotated import Engine
 from kvtier_kernels.rotated_format import Code, Format
+from tests.lib.interpreted import choose_interpreter
 
-if not torch.cuda.is_available():
-    # Read where a kernel is defined: before a test imports one.
-    os.environ["TRITON_INTERPRET"] = "1"
+choose_interpreter()
 
 
 def triton_kernels() -> Engine:

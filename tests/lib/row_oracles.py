@@ -6,7 +6,6 @@ Import this before any ``kvtier_kernels.*.triton``: without a GPU it chooses Tri
 from __future__ import annotations
 
 import math
-import os
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,10 +15,10 @@ import torch
 
 from kvtier_kernels import fp8, grouped, lossless
 from kvtier_kernels.raw import LayerViews
+from tests.lib.interpreted import choose_interpreter
 from tests.lib.paged_cases import POISON, Case
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+choose_interpreter()
 
 WIDE = (torch.float32, torch.bfloat16, torch.float16)
 #: The magnitudes of e4m3fn's codes 0 .. 126.

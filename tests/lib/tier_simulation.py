@@ -5,10 +5,15 @@ One seed decides everything: the machine (see ``simulation_swarm``), its steps a
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 from kvtier.constants import HEALTH_BACKOFF_S_MAX
 from kvtier.testing.fault_files import (
@@ -22,11 +27,30 @@ from kvtier.testing.fault_files import (
 )
 from kvtier.testing.policy_machine import chunk_key
 from kvtier.tiers.disk import journal
+from kvtier.tiers.disk.files import FileInfo, LocalFiles
+from kvtier.tiers.disk.scan import parse_name
 from kvtier.tiers.disk.tier import PolicyFactory
 from kvtier.tiers.index import State
 from tests.lib.disk_lab import bytes_on_disk, files_below
 from tests.lib.simulation_swarm import drawn
 from tests.lib.tier_traffic import CHUNK_NBYTES, DISK_CHUNKS, NAMES, TierTraffic
+
+
+@contextmanager
+def steady_time(ticks: Iterator[int]) -> Iterator[None]:
+    """Let the wall clock tick once per look, and files be as old as their names say."""
+    listed = LocalFiles.list
+
+    def steady(self: LocalFiles, directory: str) -> list[FileInfo]:
+        named = ((parse_name(info.path), info) for info in listed(self, directory))
+        infos = [replace(info, modified_s=name[1] / 1e9 if name else 0.0) for name, info in named]
+        return sorted(infos, key=lambda info: info.path)
+
+    with (
+        mock.patch("time.time_ns", ticks.__next__),
+        mock.patch.object(LocalFiles, "list", steady),
+    ):
+        yield
 
 
 class Simulation(TierTraffic):
@@ -43,7 +67,9 @@ class Simulation(TierTraffic):
         """``policy`` stands in for ours; ``every_step`` leaves no kind of step out."""
         draws = random.Random(seed)
         swarm = drawn(draws, DISK_CHUNKS * CHUNK_NBYTES, policy, every_step=every_step)
-        super().__init__(root, draws, swarm)
+        self.ticks = itertools.count(10**18, 10**6)
+        with steady_time(self.ticks):
+            super().__init__(root, draws, swarm)
         self.told_count = 0  # Of the chunks that left the disk, those the admission knows of.
 
     def spoil(self) -> None:
@@ -184,17 +210,15 @@ class Simulation(TierTraffic):
                 assert parent in self.lost, "a chunk lies on disk that nothing reaches"
 
     def run(self, steps: int) -> None:
-        before = journal.JOURNAL_CHANGES_LOGGED
-        journal.JOURNAL_CHANGES_LOGGED = self.swarm.changes_logged  # type: ignore[misc]
-        try:
+        """Run so many steps and end well; the same seed does the same again."""
+        logged = mock.patch.object(journal, "JOURNAL_CHANGES_LOGGED", self.swarm.changes_logged)
+        with logged, steady_time(self.ticks):
             self.shelves.open()
             names, weights = list(self.swarm.weights), list(self.swarm.weights.values())
             for name in self.draws.choices(names, weights, k=steps):
                 getattr(self, name)()
                 self.check()
             self.finish()
-        finally:
-            journal.JOURNAL_CHANGES_LOGGED = before  # type: ignore[misc]
 
     def finish(self) -> None:
         """Everything under way ends, the disk is well: no pin, no byte and no file is left over."""

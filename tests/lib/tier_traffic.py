@@ -243,7 +243,7 @@ class TierTraffic:
         assert (source is None) == (found is None), "a lookup finds what may be read, and no more"
         if source is None or found is None:
             return
-        assert (source.codec, source.places.keys()) == (found[0], set(found[1]))
+        assert (source.codec, set(source.places)) == (found[0], set(found[1]))
         assert source.state is State.READY, "what is being written must not be read"
         if self.dram.index.get(source.entry.key) is None:
             sizes = {shard: place.nbytes for shard, place in source.places.items()}

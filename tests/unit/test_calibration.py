@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
 import numpy as np
 import pytest
+import xxhash
 
-from kvtier.codecs.calibration import Calibration, Rotary
-from kvtier.errors import ConfigError
+from kvtier.codecs.calibration import (
+    CALIBRATION_BYTES_MAX,
+    Calibration,
+    Rotary,
+    parse_calibration,
+)
+from kvtier.errors import ConfigError, FormatError
 from kvtier.types import GroupKind, KVGroup, KVLayout, ShardId, ShardLayout
 
 FREQUENCIES = (1.0, 0.25, 0.0625)
@@ -101,3 +112,66 @@ def test_what_does_not_fit_is_refused(changes: dict[str, object], message: str) 
     arguments = {"layout": known.layout, "means": known.means, "rotaries": known.rotaries}
     with pytest.raises(ConfigError, match=message):
         Calibration(**{**arguments, **changes})  # type: ignore[arg-type]
+
+
+def test_bytes_say_all_and_have_one_form() -> None:
+    full, window = means()
+    rotaries = (Rotary(FREQUENCIES, interleaved=True, scaling=1.25), Rotary((0.1,), start=3))
+    known = Calibration(layout(), (full, window), rotaries, weak_layers=(2, 3))
+    data = known.to_bytes()
+    found = parse_calibration(data, layout())
+    assert found.rotaries == rotaries
+    assert found.weak_layers == (2, 3)
+    assert all(np.array_equal(*pair) for pair in zip(found.means, known.means, strict=True))
+    assert found.to_bytes() == data
+    assert found.digest == known.digest == hashlib.sha256(data).hexdigest()
+    # Cut otherwise, it is the same model's.
+    assert parse_calibration(data, layout(head_groups=4)).layout == layout(head_groups=4)
+
+
+def test_b78_every_flipped_bit_of_a_calibration_is_found() -> None:
+    data = bytearray(calibration().to_bytes())
+    for place in range(len(data)):
+        data[place] ^= 1 << place % 8
+        with pytest.raises(FormatError):
+            parse_calibration(bytes(data), layout())
+        data[place] ^= 1 << place % 8
+
+
+def test_other_bytes_are_refused() -> None:
+    data = calibration().to_bytes()
+    for wrong in (b"", data[:24], data[:-1], data + b"\0", bytes(CALIBRATION_BYTES_MAX + 1)):
+        with pytest.raises(FormatError):
+            parse_calibration(wrong, layout())
+    newer = data[:4] + b"\2\0\0\0" + data[8:]
+    with pytest.raises(FormatError, match="version is 2"):
+        parse_calibration(newer, layout())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        [],
+        [[], [[]]],
+        [[], [[[0], 1, 2, b"\0" * 7, b"", 0, False, 1.0]]],
+        [["x"], []],
+        {"a": 1},
+        [[], [[[0], 1, -1, b"", b"", 0, False, 1.0]]],
+    ],
+    ids=str,
+)
+def test_a_body_with_a_checksum_and_no_sense_is_refused(body: object) -> None:
+    packed = msgpack.packb(body)
+    data = b"KVTC\1\0\0\0" + xxhash.xxh3_128_digest(packed) + packed
+    with pytest.raises((FormatError, ConfigError)):
+        parse_calibration(data, layout())
+
+
+@pytest.mark.parametrize(
+    "changes", [{"layers": (0, 2, 5)}, {"kv_heads": 8}, {"k_dim": 8}], ids=str
+)
+def test_another_models_calibration_is_refused(changes: dict[str, Any]) -> None:
+    full, window = layout().groups
+    other = replace(layout(), groups=(replace(full, **changes), window))
+    with pytest.raises(ConfigError):
+        parse_calibration(calibration().to_bytes(), other)

@@ -25,8 +25,9 @@ import torch
 from kvtier_kernels import raw, rows
 from kvtier_kernels.fp8 import reference
 from kvtier_kernels.raw import LayerViews, Span
+from kvtier_kernels.transfer.stripes import Shape, Stripe
 
-__all__ = ["pack", "row_bytes", "unpack"]
+__all__ = ["pack", "row_bytes", "stripes", "unpack"]
 
 #: What is quantised; one-byte dtypes are stored as they are.
 _QUANTISED = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,6 +50,16 @@ def unpack(source: memoryview, layers: Sequence[LayerViews], span: Span, stream:
         raw.unpack(source, layers, span, stream)
         return
     rows.unpack(source, layers, span, stream, row_bytes, _engine(layers))
+
+
+def stripes(shape: Shape) -> list[Stripe]:
+    """What kernels move of a section: of K, and of V if there is one."""
+    if shape.dtype.itemsize == 1:
+        return raw.stripes(shape)
+    from kvtier_kernels.fp8.triton import pack_rows, unpack_rows
+    from kvtier_kernels.rows.triton import stripes as row_stripes
+
+    return row_stripes(pack_rows, unpack_rows, rows.packed_form(shape, row_bytes), shape.dims)
 
 
 def row_bytes(dim: int) -> tuple[int, int]:

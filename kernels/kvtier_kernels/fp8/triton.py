@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 
@@ -15,9 +14,8 @@ from kvtier_kernels.rows.scales import scale_bits_max
 from kvtier_kernels.rows.triton import (
     divisor,
     from_float32,
-    launch,
     load_scale,
-    pool_rows,
+    run,
     scale_bits,
     store_two_bytes,
     to_float32,
@@ -29,16 +27,13 @@ _SCALE_BITS_MAX = tl.constexpr(scale_bits_max(CODE_MAX))
 
 def pack(layers: Sequence[LayerViews], span: Span, packed: Packed) -> None:
     """Pack the span's rows; waits for the outcome."""
-    failed = torch.zeros(1, dtype=torch.int32, device=packed.data.device)
-    launch(_pack, layers, span, packed, failed)
-    if failed.item():
+    if not run(pack_rows, unpack_rows, layers, span, packed, packs=True):
         raise UnrepresentableError("NaN or infinity among the values")
 
 
 def unpack(packed: Packed, layers: Sequence[LayerViews], span: Span) -> None:
     """Write the span's rows into the pool."""
-    failed = torch.zeros(1, dtype=torch.int32, device=packed.data.device)
-    launch(_unpack, layers, span, packed, failed)
+    run(pack_rows, unpack_rows, layers, span, packed, packs=False)
 
 
 @triton.jit
@@ -55,58 +50,35 @@ def _encode(values):
 
 
 @triton.jit
-def _pack(
-    table, packed, failed, layers, heads, tokens, skipped, pool_head, block_tokens,
-    codes_start, codes_head, scales_start, scales_head,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
-    ELEMENT: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr,
+def pack_rows(
+    rows, live, first, second, third, failed,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    plane = tl.program_id(0)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    """Pack ROWS rows; set ``failed`` where one cannot be."""
     column = tl.arange(0, BLOCK_DIM)[None, :]
-    live = row < tokens
     wanted = live[:, None] & (column < DIM)
-    source = pool_rows(
-        table, layers, plane // heads, pool_head + plane % heads, skipped + row, live,
-        block_tokens, ELEMENT, ALIGN,
-    )  # fmt: skip
-    values = to_float32(tl.load(source + column, mask=wanted, other=0), DTYPE)
+    values = to_float32(tl.load(rows + column, mask=wanted, other=0), DTYPE)
     magnitude = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     tl.store(failed, 1, mask=tl.max(magnitude, axis=0) >= 0x7F800000)
     scale = scale_bits(magnitude, _CODE_MAX, _SCALE_BITS_MAX)
     divisors = tl.broadcast_to(divisor(scale)[:, None], values.shape)
     quotients = tl.div_rn(values, divisors)
     codes = _encode(tl.minimum(tl.maximum(quotients, -448.0), 448.0))
-    plane_step = plane.to(tl.int64)
-    place = row.to(tl.int64)
-    target = packed + codes_start + plane_step * codes_head + place * DIM
-    tl.store(target[:, None] + column, codes.to(tl.uint8), mask=wanted)
-    target = packed + scales_start + plane_step * scales_head + place * 2
-    store_two_bytes(target, scale, live)
+    tl.store(first[:, None] + column, codes.to(tl.uint8), mask=wanted)
+    store_two_bytes(second, scale, live)
 
 
 @triton.jit
-def _unpack(
-    table, packed, failed, layers, heads, tokens, skipped, pool_head, block_tokens,
-    codes_start, codes_head, scales_start, scales_head,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
-    ELEMENT: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr,
+def unpack_rows(
+    rows, live, first, second, third, failed,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    plane = tl.program_id(0)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    """Unpack ROWS rows."""
     column = tl.arange(0, BLOCK_DIM)[None, :]
-    live = row < tokens
     wanted = live[:, None] & (column < DIM)
-    plane_step = plane.to(tl.int64)
-    place = row.to(tl.int64)
-    source = packed + codes_start + plane_step * codes_head + place * DIM
-    codes = tl.load(source[:, None] + column, mask=wanted, other=0).to(tl.int32)
-    scale = load_scale(packed + scales_start + plane_step * scales_head + place * 2, live)
+    codes = tl.load(first[:, None] + column, mask=wanted, other=0).to(tl.int32)
+    scale = load_scale(second, live)
     # Moved up by 7, a code's bits are float16's for 2**-8 of its value.
     half = (((codes & 0x80) << 8) | ((codes & 0x7F) << 7)).to(tl.int16)
     values = half.to(tl.float16, bitcast=True).to(tl.float32) * (scale * 256.0)[:, None]
-    target = pool_rows(
-        table, layers, plane // heads, pool_head + plane % heads, skipped + row, live,
-        block_tokens, ELEMENT, ALIGN,
-    )  # fmt: skip
-    tl.store(target + column, from_float32(values, DTYPE), mask=wanted)
+    tl.store(rows + column, from_float32(values, DTYPE), mask=wanted)

@@ -21,8 +21,9 @@ from kvtier_kernels import rows
 from kvtier_kernels.grouped import reference
 from kvtier_kernels.raw import LayerViews, Span
 from kvtier_kernels.rows.nibbles import nibble_bytes
+from kvtier_kernels.transfer.stripes import Shape, Stripe
 
-__all__ = ["pack", "row_bytes", "unpack"]
+__all__ = ["pack", "row_bytes", "stripes", "unpack"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -38,6 +39,14 @@ def pack(layers: Sequence[LayerViews], span: Span, target: memoryview, stream: i
 def unpack(source: memoryview, layers: Sequence[LayerViews], span: Span, stream: int = 0) -> None:
     """Unpack the span's rows from ``source`` into the pool; contract of ``raw.unpack``."""
     rows.unpack(source, layers, span, stream, row_bytes, _engine(layers))
+
+
+def stripes(shape: Shape) -> list[Stripe]:
+    """What kernels move of a section: of K, and of V if there is one."""
+    from kvtier_kernels.grouped.triton import pack_rows, unpack_rows
+    from kvtier_kernels.rows.triton import stripes as row_stripes
+
+    return row_stripes(pack_rows, unpack_rows, rows.packed_form(shape, row_bytes), shape.dims)
 
 
 def row_bytes(dim: int) -> tuple[int, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 
@@ -15,9 +14,8 @@ from kvtier_kernels.rows.scales import scale_bits_max
 from kvtier_kernels.rows.triton import (
     divisor,
     from_float32,
-    launch,
     load_scale,
-    pool_rows,
+    run,
     scale_bits,
     store_two_bytes,
     to_float32,
@@ -30,36 +28,25 @@ _SCALE_BITS_MAX = tl.constexpr(scale_bits_max(CODE_MAX))
 
 def pack(layers: Sequence[LayerViews], span: Span, packed: Packed) -> None:
     """Pack the span's rows; waits for the outcome."""
-    failed = torch.zeros(1, dtype=torch.int32, device=packed.data.device)
-    launch(_pack, layers, span, packed, failed)
-    if failed.item():
+    if not run(pack_rows, unpack_rows, layers, span, packed, packs=True):
         raise UnrepresentableError("NaN or infinity among the values")
 
 
 def unpack(packed: Packed, layers: Sequence[LayerViews], span: Span) -> None:
     """Write the span's rows into the pool."""
-    failed = torch.zeros(1, dtype=torch.int32, device=packed.data.device)
-    launch(_unpack, layers, span, packed, failed)
+    run(pack_rows, unpack_rows, layers, span, packed, packs=False)
 
 
 @triton.jit
-def _pack(
-    table, packed, failed, layers, heads, tokens, skipped, pool_head, block_tokens,
-    codes_start, codes_head, scales_start, scales_head,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
-    ELEMENT: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr,
+def pack_rows(
+    rows, live, first, second, third, failed,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
+    """Pack ROWS rows; set ``failed`` where one cannot be."""
     group_dim: tl.constexpr = min(BLOCK_DIM, _GROUP_DIM)
     groups: tl.constexpr = BLOCK_DIM // group_dim
-    plane = tl.program_id(0)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_DIM)[None, :]
-    live = row < tokens
-    source = pool_rows(
-        table, layers, plane // heads, pool_head + plane % heads, skipped + row, live,
-        block_tokens, ELEMENT, ALIGN,
-    )  # fmt: skip
-    bits = tl.load(source + column, mask=live[:, None] & (column < DIM), other=0)
+    bits = tl.load(rows + column, mask=live[:, None] & (column < DIM), other=0)
     values = tl.reshape(to_float32(bits, DTYPE), (ROWS, groups, group_dim))
     magnitude = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2)
     tl.store(failed, 1, mask=tl.max(tl.max(magnitude, axis=1), axis=0) >= 0x7F800000)
@@ -69,46 +56,30 @@ def _pack(
     # From 1.5 * 2**23 on float32 counts in ones: the sum is rounded to even, the code its low end.
     codes = (quotients + (12582912.0 + 8.0)).to(tl.int32, bitcast=True) & 0xF
     low, high = tl.split(tl.reshape(codes, (ROWS, BLOCK_DIM // 2, 2)))
-    plane_step = plane.to(tl.int64)
-    place = row.to(tl.int64)
     byte = tl.arange(0, BLOCK_DIM // 2)[None, :]
-    target = packed + codes_start + plane_step * codes_head + place * ((DIM + 1) // 2)
     wanted = live[:, None] & (byte < (DIM + 1) // 2)
-    tl.store(target[:, None] + byte, (low | (high << 4)).to(tl.uint8), mask=wanted)
+    tl.store(first[:, None] + byte, (low | (high << 4)).to(tl.uint8), mask=wanted)
     used: tl.constexpr = (DIM + group_dim - 1) // group_dim
     group = tl.arange(0, groups)[None, :]
-    target = packed + scales_start + plane_step * scales_head + place * (2 * used)
-    store_two_bytes(target[:, None] + 2 * group, scale, live[:, None] & (group < used))
+    store_two_bytes(second[:, None] + 2 * group, scale, live[:, None] & (group < used))
 
 
 @triton.jit
-def _unpack(
-    table, packed, failed, layers, heads, tokens, skipped, pool_head, block_tokens,
-    codes_start, codes_head, scales_start, scales_head,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
-    ELEMENT: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr,
+def unpack_rows(
+    rows, live, first, second, third, failed,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
+    """Unpack ROWS rows."""
     group_dim: tl.constexpr = min(BLOCK_DIM, _GROUP_DIM)
     groups: tl.constexpr = BLOCK_DIM // group_dim
-    plane = tl.program_id(0)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    live = row < tokens
-    plane_step = plane.to(tl.int64)
-    place = row.to(tl.int64)
     byte = tl.arange(0, BLOCK_DIM // 2)[None, :]
-    source = packed + codes_start + plane_step * codes_head + place * ((DIM + 1) // 2)
     wanted = live[:, None] & (byte < (DIM + 1) // 2)
-    pairs = tl.load(source[:, None] + byte, mask=wanted, other=0x88).to(tl.int32)
+    pairs = tl.load(first[:, None] + byte, mask=wanted, other=0x88).to(tl.int32)
     codes = tl.reshape(tl.interleave(pairs & 0xF, pairs >> 4), (ROWS, groups, group_dim))
     used: tl.constexpr = (DIM + group_dim - 1) // group_dim
     group = tl.arange(0, groups)[None, :]
-    source = packed + scales_start + plane_step * scales_head + place * (2 * used)
-    scale = load_scale(source[:, None] + 2 * group, live[:, None] & (group < used))
+    scale = load_scale(second[:, None] + 2 * group, live[:, None] & (group < used))
     values = tl.reshape((codes - 8).to(tl.float32) * scale[:, :, None], (ROWS, BLOCK_DIM))
     column = tl.arange(0, BLOCK_DIM)[None, :]
-    target = pool_rows(
-        table, layers, plane // heads, pool_head + plane % heads, skipped + row, live,
-        block_tokens, ELEMENT, ALIGN,
-    )  # fmt: skip
     wanted = live[:, None] & (column < DIM)
-    tl.store(target + column, from_float32(values, DTYPE), mask=wanted)
+    tl.store(rows + column, from_float32(values, DTYPE), mask=wanted)

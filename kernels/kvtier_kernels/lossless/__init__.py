@@ -30,8 +30,9 @@ from kvtier_kernels import raw, rows
 from kvtier_kernels.lossless import reference
 from kvtier_kernels.raw import LayerViews, Span
 from kvtier_kernels.rows.nibbles import nibble_bytes
+from kvtier_kernels.transfer.stripes import Shape, Stripe
 
-__all__ = ["pack", "row_bytes", "unpack"]
+__all__ = ["pack", "row_bytes", "stripes", "unpack"]
 
 
 def pack(layers: Sequence[LayerViews], span: Span, target: memoryview, stream: int = 0) -> None:
@@ -51,6 +52,16 @@ def unpack(source: memoryview, layers: Sequence[LayerViews], span: Span, stream:
         raw.unpack(source, layers, span, stream)
         return
     rows.unpack(source, layers, span, stream, row_bytes, _engine(layers))
+
+
+def stripes(shape: Shape) -> list[Stripe]:
+    """What kernels move of a section: of K, and of V if there is one."""
+    if shape.dtype != torch.bfloat16:
+        return raw.stripes(shape)
+    from kvtier_kernels.lossless.triton import pack_rows, unpack_rows
+    from kvtier_kernels.rows.triton import stripes as row_stripes
+
+    return row_stripes(pack_rows, unpack_rows, rows.packed_form(shape, row_bytes), shape.dims)
 
 
 def row_bytes(dim: int) -> tuple[int, int, int]:

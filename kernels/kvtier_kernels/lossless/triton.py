@@ -4,27 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 
 from kvtier_kernels.raw import LayerViews, Span
 from kvtier_kernels.rows import Packed, UnrepresentableError
-from kvtier_kernels.rows.triton import launch, pool_rows
+from kvtier_kernels.rows.triton import run
 
 
 def pack(layers: Sequence[LayerViews], span: Span, packed: Packed) -> None:
     """Pack the span's rows; waits for the outcome."""
-    failed = torch.zeros(1, dtype=torch.int32, device=packed.data.device)
-    launch(_pack, layers, span, packed, failed)
-    if failed.item():
+    if not run(pack_rows, unpack_rows, layers, span, packed, packs=True):
         raise UnrepresentableError("a row has too many different exponents")
 
 
 def unpack(packed: Packed, layers: Sequence[LayerViews], span: Span) -> None:
     """Write the span's rows into the pool."""
-    failed = torch.zeros(1, dtype=torch.int32, device=packed.data.device)
-    launch(_unpack, layers, span, packed, failed)
+    run(pack_rows, unpack_rows, layers, span, packed, packs=False)
 
 
 @triton.jit
@@ -43,27 +39,16 @@ def _count_bits(bits):
 
 
 @triton.jit
-def _pack(
-    table, packed, failed, layers, heads, tokens, skipped, pool_head, block_tokens,
-    low_start, low_head, codes_start, codes_head, side_start, side_head,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
-    ELEMENT: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr,
+def pack_rows(
+    rows, live, first, second, third, failed,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    plane = tl.program_id(0)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    """Pack ROWS rows; set ``failed`` where one cannot be."""
     column = tl.arange(0, BLOCK_DIM)[None, :]
-    live = row < tokens
     wanted = live[:, None] & (column < DIM)
-    source = pool_rows(
-        table, layers, plane // heads, pool_head + plane % heads, skipped + row, live,
-        block_tokens, ELEMENT, ALIGN,
-    )  # fmt: skip
-    bits = tl.load(source + column, mask=wanted, other=0).to(tl.int32)
-    plane_step = plane.to(tl.int64)
-    place = row.to(tl.int64)
-    target = packed + low_start + plane_step * low_head + place * DIM
+    bits = tl.load(rows + column, mask=wanted, other=0).to(tl.int32)
     low = ((bits >> 8) & 0x80) | (bits & 0x7F)
-    tl.store(target[:, None] + column, low.to(tl.uint8), mask=wanted)
+    tl.store(first[:, None] + column, low.to(tl.uint8), mask=wanted)
 
     exponent = (bits >> 7) & 0xFF
     base = tl.max(tl.where(exponent == 255, 0, exponent), axis=1)
@@ -76,55 +61,44 @@ def _pack(
     below = ~(tl.full(depth.shape, -1, tl.int32) << depth)
     code = tl.minimum(_count_bits(present[:, None] & below), 15)
     code = tl.where(wanted, tl.where(outside, 15, code), 0)
-    first, second = tl.split(tl.reshape(code, (ROWS, BLOCK_DIM // 2, 2)))
+    even, odd = tl.split(tl.reshape(code, (ROWS, BLOCK_DIM // 2, 2)))
     byte = tl.arange(0, BLOCK_DIM // 2)[None, :]
-    target = packed + codes_start + plane_step * codes_head + place * ((DIM + 1) // 2)
     stored = live[:, None] & (byte < (DIM + 1) // 2)
-    tl.store(target[:, None] + byte, (first | (second << 4)).to(tl.uint8), mask=stored)
+    tl.store(second[:, None] + byte, (even | (odd << 4)).to(tl.uint8), mask=stored)
 
-    target = packed + side_start + plane_step * side_head + place * 8
-    tl.store(target, base.to(tl.uint8), mask=live)
+    tl.store(third, base.to(tl.uint8), mask=live)
     for shift in tl.static_range(4):
         four = (present >> (8 * shift)) & 0xFF
-        tl.store(target + 1 + shift, four.to(tl.uint8), mask=live)
+        tl.store(third + 1 + shift, four.to(tl.uint8), mask=live)
     left = wanted & (code == 15)
     for nth in tl.static_range(3):
         next_column = tl.min(tl.where(left, column, BLOCK_DIM), axis=1)
         here = left & (column == next_column[:, None])
         escape = tl.sum(tl.where(here, exponent, 0), axis=1)
-        tl.store(target + 5 + nth, escape.to(tl.uint8), mask=live)
+        tl.store(third + 5 + nth, escape.to(tl.uint8), mask=live)
         left = left & (here == 0)
     too_many = tl.max(tl.max(left.to(tl.int32), axis=1), axis=0)
     tl.store(failed, 1, mask=too_many > 0)
 
 
 @triton.jit
-def _unpack(
-    table, packed, failed, layers, heads, tokens, skipped, pool_head, block_tokens,
-    low_start, low_head, codes_start, codes_head, side_start, side_head,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
-    ELEMENT: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr,
+def unpack_rows(
+    rows, live, first, second, third, failed,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    plane = tl.program_id(0)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    """Unpack ROWS rows."""
     column = tl.arange(0, BLOCK_DIM)[None, :]
-    live = row < tokens
     wanted = live[:, None] & (column < DIM)
-    plane_step = plane.to(tl.int64)
-    place = row.to(tl.int64)
-    source = packed + low_start + plane_step * low_head + place * DIM
-    low = tl.load(source[:, None] + column, mask=wanted, other=0).to(tl.int32)
+    low = tl.load(first[:, None] + column, mask=wanted, other=0).to(tl.int32)
     byte = tl.arange(0, BLOCK_DIM // 2)[None, :]
-    source = packed + codes_start + plane_step * codes_head + place * ((DIM + 1) // 2)
     stored = live[:, None] & (byte < (DIM + 1) // 2)
-    pairs = tl.load(source[:, None] + byte, mask=stored, other=0).to(tl.int32)
+    pairs = tl.load(second[:, None] + byte, mask=stored, other=0).to(tl.int32)
     code = tl.interleave(pairs & 0xF, pairs >> 4)
 
-    source = packed + side_start + plane_step * side_head + place * 8
-    base = tl.load(source, mask=live, other=0).to(tl.int32)
+    base = tl.load(third, mask=live, other=0).to(tl.int32)
     present = tl.zeros((ROWS,), tl.int32)
     for shift in tl.static_range(4):
-        four = tl.load(source + 1 + shift, mask=live, other=0).to(tl.int32)
+        four = tl.load(third + 1 + shift, mask=live, other=0).to(tl.int32)
         present = present | (four << (8 * shift))
     # The depth of a code is that of the present bit with as many others below it.
     exponent = tl.zeros((ROWS, BLOCK_DIM), tl.int32)
@@ -143,12 +117,8 @@ def _unpack(
     for nth in tl.static_range(3):
         next_column = tl.min(tl.where(left, column, BLOCK_DIM), axis=1)
         here = left & (column == next_column[:, None])
-        escape = tl.load(source + 5 + nth, mask=live, other=0).to(tl.int32)
+        escape = tl.load(third + 5 + nth, mask=live, other=0).to(tl.int32)
         exponent = tl.where(here, escape[:, None], exponent)
         left = left & (here == 0)
     bits = ((low & 0x80) << 8) | (exponent << 7) | (low & 0x7F)
-    target = pool_rows(
-        table, layers, plane // heads, pool_head + plane % heads, skipped + row, live,
-        block_tokens, ELEMENT, ALIGN,
-    )  # fmt: skip
-    tl.store(target + column, bits.to(tl.int16), mask=wanted)
+    tl.store(rows + column, bits.to(tl.int16), mask=wanted)

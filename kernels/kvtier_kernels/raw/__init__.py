@@ -16,8 +16,18 @@ import torch
 
 from kvtier_kernels.raw import host, reference
 from kvtier_kernels.raw.views import LayerViews, PoolLayers
+from kvtier_kernels.transfer.stripes import Shape, Stripe
 
-__all__ = ["LayerViews", "PoolLayers", "Span", "check_span", "on_stream", "pack", "unpack"]
+__all__ = [
+    "LayerViews",
+    "PoolLayers",
+    "Span",
+    "check_span",
+    "on_stream",
+    "pack",
+    "stripes",
+    "unpack",
+]
 
 # torch warns once per process when it wraps a read-only buffer, which ``unpack`` only reads.
 with warnings.catch_warnings():
@@ -85,6 +95,13 @@ def unpack(source: memoryview, layers: Sequence[LayerViews], span: Span, stream:
         return
     with on_stream(checked.device, stream):
         reference.unpack(planes, checked, span)
+
+
+def stripes(shape: Shape) -> list[Stripe]:
+    """What kernels move of a section: of K, and of V if there is one."""
+    from kvtier_kernels.raw import triton
+
+    return triton.stripes(shape)
 
 
 def check_span(layers: Sequence[LayerViews], span: Span) -> None:

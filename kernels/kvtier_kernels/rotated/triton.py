@@ -20,16 +20,11 @@ from kvtier_kernels.rotated.centre import Centre
 from kvtier_kernels.rotated.codebooks import factors, levels, norms, sign_tensor, thresholds, unit
 from kvtier_kernels.rotated.fields import Packed
 from kvtier_kernels.rotated.reference import FIXED_PEAK
-from kvtier_kernels.rotated_format import Code, Format, Piece
+from kvtier_kernels.rotated_format import Code, Format, Piece, Section
 from kvtier_kernels.rows import UnrepresentableError
-from kvtier_kernels.rows.triton import (
-    address_table,
-    alignment,
-    element_type,
-    from_float32,
-    pool_rows,
-    to_float32,
-)
+from kvtier_kernels.rows.triton import from_float32, to_float32
+from kvtier_kernels.transfer.stripes import COSINE, MEAN, PARTNER, SINE, Means, Stripe
+from kvtier_kernels.transfer.triton import field_rows, launch_section, place
 
 #: Values that a program holds at a time.
 _TILE_VALUES: Final = 4096
@@ -38,6 +33,10 @@ _BLOCK_DIM_MIN: Final = 8
 #: How kernels are compiled: see above.
 OPTIONS: Final = {"num_warps": 8, "enable_fp_fusion": False}
 
+_MEAN = tl.constexpr(MEAN)
+_PARTNER = tl.constexpr(PARTNER)
+_COSINE = tl.constexpr(COSINE)
+_SINE = tl.constexpr(SINE)
 _FIXED_PEAK = tl.constexpr(FIXED_PEAK)
 _FIXED_STEP = tl.constexpr(1.0 / FIXED_PEAK)
 # Adding and taking 1.5 * 2**23 rounds what is below 2**22 to an integer, ties to even.
@@ -52,10 +51,7 @@ def pack(
     centre: Centre | None,
 ) -> None:
     """Fill the codes and scales of the span's rows; waits for the outcome."""
-    failed = torch.zeros(1, dtype=torch.int32, device=packed.data.device)
-    for index in range(len(form.pieces)):
-        _launch(pack_kernel, layers, span, form, packed, centre, index, failed)
-    if failed.item():
+    if not _run(layers, span, form, packed, centre, packs=True):
         raise UnrepresentableError("a NaN, an infinity or values too large")
 
 
@@ -67,60 +63,52 @@ def unpack(
     centre: Centre | None,
 ) -> None:
     """Write the span's rows into the pool."""
-    failed = torch.zeros(1, dtype=torch.int32, device=packed.data.device)
-    for index in range(len(form.pieces)):
-        _launch(unpack_kernel, layers, span, form, packed, centre, index, failed)
+    _run(layers, span, form, packed, centre, packs=False)
 
 
-def _launch(
-    kernel: Any,
+def _run(
     layers: Sequence[LayerViews],
     span: Span,
     form: Format,
     packed: Packed,
     centre: Centre | None,
-    index: int,
-    failed: torch.Tensor,
-) -> None:
-    """Run ``kernel`` on one piece of the span's rows of all layers."""
-    piece = form.pieces[index]
-    views = [view for layer in layers if (view := layer[piece.part]) is not None]
+    *,
+    packs: bool,
+) -> bool:
+    """Move the span's rows, and tell whether all could be packed: waits for that outcome."""
     device = packed.data.device
-    block_tokens = views[0].shape[1]
-    codes, scales = packed.section.codes[index], packed.section.scales[index]
-    second = codes[-1]
-    centred = centre is not None and piece.part == 0
-    # Where nothing is taken from the rows, any address does.
-    taken = (centre.mean, centre.partner, centre.cos, centre.sin) if centre else (failed,) * 4
-    fixed = constants(piece, span.token_count)
-    grid = (
-        packed.section.layers * span.head_count,
-        triton.cdiv(span.token_count, fixed["ROWS"]),
-    )
-    kernel[grid](
-        address_table(views, span),
-        packed.data,
-        failed,
-        sign_tensor(piece.dim, device),
-        _level_tables(piece.code, device),
-        *taken,
-        len(layers),
-        span.head_count,
-        span.token_count,
-        span.token_start % block_tokens,
-        span.pool_head_start,
-        block_tokens,
-        form.part_dims[piece.part],
-        *(codes[0].offset, codes[0].head_step, codes[0].row_bytes),
-        *(second.offset, second.row_bytes),
-        *(scales.offset, scales.head_step),
-        CENTRED=centred,
-        ELEMENT=element_type(views),
-        DTYPE=str(views[0].dtype).removeprefix("torch."),
-        ALIGN=alignment(views) if piece.start * views[0].element_size() % 16 == 0 else 1,
-        **OPTIONS,
-        **fixed,
-    )
+    failed = torch.zeros(1, dtype=torch.int32, device=device)
+    means = Means(centre.mean, centre.partner) if centre else None
+    turns = (centre.cos, centre.sin) if centre else None
+    for stripe in stripes(form, packed.section, span.token_count, device, means):
+        views = [view for layer in layers if (view := layer[stripe.part]) is not None]
+        launch_section(stripe, views, span, packed.data, failed, packs=packs, turns=turns)
+    return not packs or not failed.item()
+
+
+def stripes(
+    form: Format, section: Section, tokens: int, device: torch.device, means: Means | None
+) -> list[Stripe]:
+    """One stripe for each piece; the sink tokens beside them are rows as they are."""
+    made: list[Stripe] = []
+    for index, piece in enumerate(form.pieces):
+        centred = means is not None and piece.part == 0
+        tables = _level_tables(piece.code, device)
+        stripe = Stripe(
+            part=piece.part,
+            areas=(*section.codes[index], section.scales[index]),
+            rows=tokens,
+            kernel=rotated_kernel,
+            pack=pack_rows,
+            unpack=unpack_rows,
+            constants=constants(piece, tokens) | {"CENTRED": centred, "STAGES": 1},
+            options=OPTIONS,
+            arguments=(sign_tensor(piece.dim, device), tables, form.part_dims[piece.part]),
+            column_bytes=piece.start * form.element_bytes,
+            means=means if centred else None,
+        )
+        made.append(stripe)
+    return made
 
 
 def constants(piece: Piece, tokens: int) -> dict[str, Any]:
@@ -143,8 +131,8 @@ def constants(piece: Piece, tokens: int) -> dict[str, Any]:
         "PEAK_INVERSE": 1.0 / piece.code.peak if piece.code.peak else 0.0,
         "UNIT": 0.0 if piece.code.peak else unit(piece.code.bits),
         "LEVELS": 0 if piece.code.peak else 1 << piece.code.bits,
-        "FIRST": widths[0],
-        "SECOND": widths[1] if len(widths) > 1 else 0,
+        "FIRST_BITS": widths[0],
+        "SECOND_BITS": widths[1] if len(widths) > 1 else 0,
     }
 
 
@@ -217,16 +205,15 @@ def _split_bits(joined, ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, WIDTH: tl.c
 
 @triton.jit
 def _offsets(
-    mean, partner, cosine, sine, plane, row, column, wanted, part_dim, START: tl.constexpr
+    mean, partner, cosine, sine, row, column, wanted, part_dim, START: tl.constexpr
 ):  # fmt: skip
     """What the centre takes from the rows: ``mean * cos + partner * sin``."""
     columns = START + column
-    head = plane.to(tl.int64) * part_dim + columns
     inside = columns < part_dim
     turn = row.to(tl.int64)[:, None] * part_dim + columns
-    turned = tl.load(mean + head, mask=inside, other=0.0)
+    turned = tl.load(mean + columns, mask=inside, other=0.0)
     turned = turned * tl.load(cosine + turn, mask=wanted, other=0.0)
-    crossed = tl.load(partner + head, mask=inside, other=0.0)
+    crossed = tl.load(partner + columns, mask=inside, other=0.0)
     crossed = crossed * tl.load(sine + turn, mask=wanted, other=0.0)
     return turned + crossed
 
@@ -261,31 +248,22 @@ def _level_codes(
 
 
 @triton.jit
-def pack_kernel(
-    table, packed, failed, signs, tables, mean, partner, cosine, sine,
-    layers, heads, tokens, skipped, pool_head, block_tokens, part_dim,
-    codes_start, codes_head, first_bytes, second_start, second_bytes, scales_start, scales_head,
-    CENTRED: tl.constexpr, ELEMENT: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr,
+def pack_rows(
+    rows, live, row, first, second, scales, failed, signs, tables, mean, partner, cosine, sine,
+    part_dim, CENTRED: tl.constexpr, DTYPE: tl.constexpr,
     START: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
     ODD: tl.constexpr, EXPONENT: tl.constexpr, FOLDS: tl.constexpr, NORM: tl.constexpr,
     NORM_BACK: tl.constexpr, REFLECT: tl.constexpr,
     PEAK: tl.constexpr, PEAK_INVERSE: tl.constexpr, UNIT: tl.constexpr, LEVELS: tl.constexpr,
-    FIRST: tl.constexpr, SECOND: tl.constexpr,
+    FIRST_BITS: tl.constexpr, SECOND_BITS: tl.constexpr,
 ):  # fmt: skip
-    """Quantise ROWS rows of one plane's piece; set ``failed`` where one cannot be stored."""
-    plane = tl.program_id(0)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    """Quantise ROWS rows; set ``failed`` where one cannot be stored."""
     column = tl.arange(0, BLOCK_DIM)[None, :]
-    live = row < tokens
     inside = column < DIM
     wanted = live[:, None] & inside
-    source = pool_rows(
-        table, layers, plane // heads, pool_head + plane % heads, skipped + row, live,
-        block_tokens, ELEMENT, ALIGN,
-    )  # fmt: skip
-    values = to_float32(tl.load(source + START + column, mask=wanted, other=0), DTYPE)
+    values = to_float32(tl.load(rows + START + column, mask=wanted, other=0), DTYPE)
     if CENTRED:
-        values -= _offsets(mean, partner, cosine, sine, plane, row, column, wanted, part_dim, START)
+        values -= _offsets(mean, partner, cosine, sine, row, column, wanted, part_dim, START)
         values = tl.where(wanted, values, 0.0)
     values = values * tl.load(signs + column, mask=inside, other=0.0)
     values = _butterflies(values, ROWS, BLOCK_DIM, EXPONENT) * NORM
@@ -301,62 +279,51 @@ def pack_kernel(
     scale_bits = scale.to(tl.int16, bitcast=True)
     bad = (scale_bits & 0x7FFF) >= 0x7C00
     tl.store(failed, 1, mask=tl.max(bad.to(tl.int32), axis=0) > 0)
-    place = row.to(tl.int64)
-    head = plane.to(tl.int64)
-    target = (packed + scales_start + head * scales_head).to(tl.pointer_type(tl.int16))
-    tl.store(target + place, scale_bits, mask=live)
-    if FIRST < 8 and not LEVELS:
+    tl.store(scales.to(tl.pointer_type(tl.int16)), scale_bits, mask=live)
+    if FIRST_BITS < 8 and not LEVELS:
         codes += PEAK + 1
     codes = tl.where(inside, codes, 0)
-    rows = packed + codes_start + head * codes_head + place * first_bytes
-    byte = tl.arange(0, BLOCK_DIM * FIRST // 8)[None, :]
-    upper = _join_bits(codes >> SECOND, ROWS, BLOCK_DIM, FIRST)
-    tl.store(rows[:, None] + byte, upper, mask=live[:, None] & (byte < first_bytes))
-    if SECOND:
-        rows = packed + second_start + head * codes_head + place * second_bytes
-        byte = tl.arange(0, BLOCK_DIM * SECOND // 8)[None, :]
-        lower = _join_bits(codes & ((1 << SECOND) - 1), ROWS, BLOCK_DIM, SECOND)
-        tl.store(rows[:, None] + byte, lower, mask=live[:, None] & (byte < second_bytes))
+    used: tl.constexpr = (DIM * FIRST_BITS + 7) // 8
+    byte = tl.arange(0, BLOCK_DIM * FIRST_BITS // 8)[None, :]
+    upper = _join_bits(codes >> SECOND_BITS, ROWS, BLOCK_DIM, FIRST_BITS)
+    tl.store(first[:, None] + byte, upper, mask=live[:, None] & (byte < used))
+    if SECOND_BITS:
+        rest: tl.constexpr = (DIM * SECOND_BITS + 7) // 8
+        byte = tl.arange(0, BLOCK_DIM * SECOND_BITS // 8)[None, :]
+        lower = _join_bits(codes & ((1 << SECOND_BITS) - 1), ROWS, BLOCK_DIM, SECOND_BITS)
+        tl.store(second[:, None] + byte, lower, mask=live[:, None] & (byte < rest))
 
 
 @triton.jit
-def unpack_kernel(
-    table, packed, failed, signs, tables, mean, partner, cosine, sine,
-    layers, heads, tokens, skipped, pool_head, block_tokens, part_dim,
-    codes_start, codes_head, first_bytes, second_start, second_bytes, scales_start, scales_head,
-    CENTRED: tl.constexpr, ELEMENT: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr,
+def unpack_rows(
+    rows, live, row, first, second, scales, failed, signs, tables, mean, partner, cosine, sine,
+    part_dim, CENTRED: tl.constexpr, DTYPE: tl.constexpr,
     START: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
     ODD: tl.constexpr, EXPONENT: tl.constexpr, FOLDS: tl.constexpr, NORM: tl.constexpr,
     NORM_BACK: tl.constexpr, REFLECT: tl.constexpr,
     PEAK: tl.constexpr, PEAK_INVERSE: tl.constexpr, UNIT: tl.constexpr, LEVELS: tl.constexpr,
-    FIRST: tl.constexpr, SECOND: tl.constexpr,
+    FIRST_BITS: tl.constexpr, SECOND_BITS: tl.constexpr,
 ):  # fmt: skip
-    """Write ROWS rows of one plane's piece into the pool; arguments as ``pack_kernel``."""
-    plane = tl.program_id(0)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    """Write ROWS rows into the pool; arguments as ``pack_rows``."""
     column = tl.arange(0, BLOCK_DIM)[None, :]
-    live = row < tokens
     inside = column < DIM
     wanted = live[:, None] & inside
-    place = row.to(tl.int64)
-    head = plane.to(tl.int64)
-    rows = packed + codes_start + head * codes_head + place * first_bytes
-    byte = tl.arange(0, BLOCK_DIM * FIRST // 8)[None, :]
-    upper = tl.load(rows[:, None] + byte, mask=live[:, None] & (byte < first_bytes), other=0)
-    codes = _split_bits(upper, ROWS, BLOCK_DIM, FIRST)
-    if SECOND:
-        rows = packed + second_start + head * codes_head + place * second_bytes
-        byte = tl.arange(0, BLOCK_DIM * SECOND // 8)[None, :]
-        lower = tl.load(rows[:, None] + byte, mask=live[:, None] & (byte < second_bytes), other=0)
-        codes = (codes << SECOND) | _split_bits(lower, ROWS, BLOCK_DIM, SECOND)
+    used: tl.constexpr = (DIM * FIRST_BITS + 7) // 8
+    byte = tl.arange(0, BLOCK_DIM * FIRST_BITS // 8)[None, :]
+    upper = tl.load(first[:, None] + byte, mask=live[:, None] & (byte < used), other=0)
+    codes = _split_bits(upper, ROWS, BLOCK_DIM, FIRST_BITS)
+    if SECOND_BITS:
+        rest: tl.constexpr = (DIM * SECOND_BITS + 7) // 8
+        byte = tl.arange(0, BLOCK_DIM * SECOND_BITS // 8)[None, :]
+        lower = tl.load(second[:, None] + byte, mask=live[:, None] & (byte < rest), other=0)
+        codes = (codes << SECOND_BITS) | _split_bits(lower, ROWS, BLOCK_DIM, SECOND_BITS)
     if LEVELS:
         codes = tl.load(tables + codes)
-    elif FIRST == 8:
+    elif FIRST_BITS == 8:
         codes = (codes << 24) >> 24
     else:
         codes -= PEAK + 1
-    source = (packed + scales_start + head * scales_head).to(tl.pointer_type(tl.int16))
-    scale = tl.load(source + place, mask=live, other=0)
+    scale = tl.load(scales.to(tl.pointer_type(tl.int16)), mask=live, other=0)
     scale = scale.to(tl.float16, bitcast=True).to(tl.float32)
     values = tl.where(inside, codes, 0).to(tl.float32) * scale[:, None]
     if ODD > 1:
@@ -364,11 +331,45 @@ def unpack_kernel(
     values = _butterflies(values, ROWS, BLOCK_DIM, EXPONENT) * NORM_BACK
     values = values * tl.load(signs + column, mask=inside, other=0.0)
     if CENTRED:
-        values += _offsets(mean, partner, cosine, sine, plane, row, column, wanted, part_dim, START)
+        values += _offsets(mean, partner, cosine, sine, row, column, wanted, part_dim, START)
     if DTYPE == "float16":
         values = tl.minimum(tl.maximum(values, -65504.0), 65504.0)
-    target = pool_rows(
-        table, layers, plane // heads, pool_head + plane % heads, skipped + row, live,
-        block_tokens, ELEMENT, ALIGN,
-    )  # fmt: skip
-    tl.store(target + START + column, from_float32(values, DTYPE), mask=wanted)
+    tl.store(rows + START + column, from_float32(values, DTYPE), mask=wanted)
+
+
+@triton.jit
+def rotated_kernel(
+    jobs, blocks, failed, total, tiles, heads, tokens, skipped, block_tokens,
+    first_head, first_bytes, second_head, second_bytes, third_head, third_bytes,
+    signs, tables, part_dim,
+    BODY: tl.constexpr, STAGES: tl.constexpr, ELEMENT: tl.constexpr, DTYPE: tl.constexpr,
+    ALIGN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,
+    CENTRED: tl.constexpr,
+    START: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
+    ODD: tl.constexpr, EXPONENT: tl.constexpr, FOLDS: tl.constexpr, NORM: tl.constexpr,
+    NORM_BACK: tl.constexpr, REFLECT: tl.constexpr,
+    PEAK: tl.constexpr, PEAK_INVERSE: tl.constexpr, UNIT: tl.constexpr, LEVELS: tl.constexpr,
+    FIRST_BITS: tl.constexpr, SECOND_BITS: tl.constexpr,
+):  # fmt: skip
+    """Pack or unpack one piece of all jobs' rows by ``BODY``."""
+    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
+        job, head, row, live, rows = place(
+            jobs, blocks, tile, tiles, heads, tokens, skipped, block_tokens, ROWS, ELEMENT, ALIGN
+        )
+        first = field_rows(job, head, row, first_head, first_bytes, 0, FIRST)
+        second = first
+        scales = field_rows(job, head, row, second_head, second_bytes, 1, SECOND)
+        if SECOND_BITS:
+            second = scales
+            scales = field_rows(job, head, row, third_head, third_bytes, 2, THIRD)
+        floats: tl.constexpr = tl.pointer_type(tl.float32)
+        mean = tl.load(job + _MEAN).to(floats) + head * part_dim
+        partner = tl.load(job + _PARTNER).to(floats) + head * part_dim
+        cosine = tl.load(job + _COSINE).to(floats)
+        sine = tl.load(job + _SINE).to(floats)
+        BODY(
+            rows, live, row, first, second, scales, failed,
+            signs, tables, mean, partner, cosine, sine, part_dim,
+            CENTRED, DTYPE, START, DIM, BLOCK_DIM, ROWS, ODD, EXPONENT, FOLDS, NORM, NORM_BACK,
+            REFLECT, PEAK, PEAK_INVERSE, UNIT, LEVELS, FIRST_BITS, SECOND_BITS,
+        )  # fmt: skip

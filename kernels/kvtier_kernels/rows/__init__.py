@@ -19,6 +19,8 @@ import torch
 from kvtier_kernels import raw
 from kvtier_kernels.raw import LayerViews, Span
 from kvtier_kernels.raw import reference as raw_reference
+from kvtier_kernels.rotated_format import Area
+from kvtier_kernels.transfer.stripes import Shape
 
 __all__ = [
     "Engine",
@@ -27,6 +29,7 @@ __all__ = [
     "blocks",
     "gather",
     "pack",
+    "packed_form",
     "scatter",
     "unpack",
 ]
@@ -59,6 +62,11 @@ class Packed:
     def head_bytes(self, region: int) -> int:
         """From a row to the same one of the next head."""
         return self.tokens * sum(self.row_bytes[region])
+
+    def area(self, region: int, part: int) -> Area:
+        """Where K's (0) or V's (1) rows lie."""
+        row_bytes = self.row_bytes[region][part]
+        return Area(self.start(region, part), self.head_bytes(region), self.tokens, row_bytes)
 
     def rows(self, region: int, part: int) -> torch.Tensor:
         """View ``[layers, kv_heads, tokens, bytes]``."""
@@ -159,6 +167,17 @@ def unpack(
         engine.unpack(replace(packed, data=packed.data.to(device)), layers, span)
 
 
+def packed_form(shape: Shape, row_bytes: RowBytes) -> Packed:
+    """The form of a section, without its bytes."""
+    return Packed(
+        data=torch.empty(0, dtype=torch.uint8),
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        tokens=shape.tokens,
+        row_bytes=tuple(zip(*map(row_bytes, shape.dims), strict=True)),
+    )
+
+
 def gather(layers: Sequence[LayerViews], span: Span) -> list[torch.Tensor]:
     """The span's rows of K, and of V where there is one: ``[layers, heads, tokens, dim]``."""
     planes, parts = _planes(layers, span)
@@ -197,15 +216,9 @@ def _section(
     layers: Sequence[LayerViews], span: Span, section: memoryview, row_bytes: RowBytes
 ) -> Packed:
     raw.check_span(layers, span)
-    dims = [part.shape[3] for part in layers[0] if part is not None]
-    by_part = [row_bytes(dim) for dim in dims]
-    packed = Packed(
-        data=torch.empty(0, dtype=torch.uint8),
-        layers=len(layers),
-        kv_heads=span.kv_heads,
-        tokens=span.tokens,
-        row_bytes=tuple(zip(*by_part, strict=True)),
-    )
+    dims = tuple(part.shape[3] for part in layers[0] if part is not None)
+    shape = Shape(len(layers), span.kv_heads, span.tokens, dims, layers[0][0].dtype)
+    packed = packed_form(shape, row_bytes)
     if not section.c_contiguous or section.nbytes != packed.nbytes:
         raise ValueError(f"a contiguous section has {packed.nbytes} bytes, not {section.nbytes}")
     return replace(packed, data=torch.frombuffer(section, dtype=torch.uint8))

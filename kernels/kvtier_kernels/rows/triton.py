@@ -16,100 +16,40 @@ import triton.language as tl
 
 from kvtier_kernels.raw import LayerViews, Span
 from kvtier_kernels.rows import Packed
+from kvtier_kernels.transfer.stripes import Stripe
+from kvtier_kernels.transfer.triton import launch_section, row_kernel
 
 #: Values that a program holds at a time, and its warps: the fastest of 1024 .. 8192 and 2 .. 8 on
 #: an H200, for dims of 128.
 _TILE_VALUES: Final = 2048
 _WARPS: Final = 2
-_ALIGN_BYTES: Final = 16
-
-_ELEMENTS: Final = {2: tl.int16, 4: tl.int32}
 
 
-def launch(
-    kernel: Any,
-    layers: Sequence[LayerViews],
-    span: Span,
-    packed: Packed,
-    failed: torch.Tensor,
-) -> None:
-    """Run ``kernel`` on the span's rows of all layers, for K and for V.
-
-    A kernel's parameters are the table of addresses, the packed bytes, ``failed`` (one int32, to
-    be set to 1), the counts of layers, heads and tokens, the span's place, for each region where
-    its rows start and how far the next head's are, and constants.
-    """
-    block_tokens = layers[0][0].shape[1]
-    for part in range(len(packed.row_bytes[0])):
-        views = [view for layer in layers if (view := layer[part]) is not None]
-        dim = views[0].shape[3]
+def stripes(pack: Any, unpack: Any, packed: Packed, dims: Sequence[int]) -> list[Stripe]:
+    """One stripe for K and one for V, moved by two functions that ``row_kernel`` calls."""
+    made: list[Stripe] = []
+    for part, dim in enumerate(dims):
         block_dim = max(2, triton.next_power_of_2(dim))
         rows = max(1, min(_TILE_VALUES // block_dim, triton.next_power_of_2(packed.tokens)))
-        regions = [
-            place
-            for region in range(len(packed.row_bytes))
-            for place in (packed.start(region, part), packed.head_bytes(region))
-        ]
-        grid = (packed.layers * packed.kv_heads, triton.cdiv(packed.tokens, rows))
-        kernel[grid](
-            address_table(views, span),
-            packed.data,
-            failed,
-            packed.layers,
-            packed.kv_heads,
-            packed.tokens,
-            span.token_start % block_tokens,
-            span.pool_head_start,
-            block_tokens,
-            *regions,
-            DIM=dim,
-            BLOCK_DIM=block_dim,
-            ROWS=rows,
-            ELEMENT=element_type(views),
-            DTYPE=str(views[0].dtype).removeprefix("torch."),
-            ALIGN=alignment(views),
-            num_warps=_WARPS,
+        areas = tuple(packed.area(region, part) for region in range(len(packed.row_bytes)))
+        constants = {"DIM": dim, "BLOCK_DIM": block_dim, "ROWS": rows, "STAGES": 1}
+        stripe = Stripe(
+            part, areas, packed.tokens, row_kernel, pack, unpack, constants, {"num_warps": _WARPS}
         )
+        made.append(stripe)
+    return made
 
 
-def address_table(views: Sequence[torch.Tensor], span: Span) -> torch.Tensor:
-    """For each layer its address and the steps to the next block, token and head; the blocks."""
-    table = [entry for view in views for entry in (view.data_ptr(), *view.stride()[:3])]
-    return torch.tensor([*table, *span.block_ids], dtype=torch.int64).to(views[0].device)
-
-
-def element_type(views: Sequence[torch.Tensor]) -> Any:
-    """The integer as which a pool's values are read: of their width."""
-    return _ELEMENTS[views[0].element_size()]
-
-
-def alignment(views: Sequence[torch.Tensor]) -> int:
-    """How many bytes divide the address of every row: 16, or 1 where they are odd."""
-    steps = [view.data_ptr() for view in views]
-    steps += [step * view.element_size() for view in views for step in view.stride()[:3]]
-    return _ALIGN_BYTES if all(step % _ALIGN_BYTES == 0 for step in steps) else 1
-
-
-@triton.jit
-def pool_rows(
-    table,
-    layers,
-    layer,
-    head,
-    tokens,
-    live,
-    block_tokens,
-    ELEMENT: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
-    """Pointers ``[rows, 1]`` to the pool's rows; ``tokens`` count from the first block's first."""
-    entry = table + layer * 4
-    block = tl.load(table + layers * 4 + tokens // block_tokens, mask=live, other=0)
-    offset = block * tl.load(entry + 1)
-    offset += (tokens % block_tokens).to(tl.int64) * tl.load(entry + 2)
-    offset += head.to(tl.int64) * tl.load(entry + 3)
-    rows = tl.load(entry).to(tl.pointer_type(ELEMENT)) + offset
-    return tl.multiple_of(rows[:, None], (ALIGN, ALIGN))
+def run(
+    pack: Any, unpack: Any, layers: Sequence[LayerViews], span: Span, packed: Packed, *, packs: bool
+) -> bool:
+    """Move the span's rows, and tell whether all could be packed: waits for that outcome."""
+    failed = torch.zeros(1, dtype=torch.int32, device=packed.data.device)
+    dims = [view.shape[3] for view in layers[0] if view is not None]
+    for stripe in stripes(pack, unpack, packed, dims):
+        views = [view for layer in layers if (view := layer[stripe.part]) is not None]
+        launch_section(stripe, views, span, packed.data, failed, packs=packs)
+    return not packs or not failed.item()
 
 
 @triton.jit

@@ -1,0 +1,74 @@
+"""Which codec stands for a name, given what is known of a model: a calibration, or why none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from kvtier.codecs.calibration import Calibration
+from kvtier.codecs.calibrator import Calibrator
+from kvtier.codecs.rope import parse_rope
+from kvtier.errors import ConfigError
+from kvtier.interfaces import BlockCodec
+from kvtier.registry import codecs
+from kvtier.types import Namespace
+
+#: The codecs that need a calibration, and the one that stores until there is one.
+CENTRED: Final = ("int4", "int5k4v-c")
+UNCALIBRATED: Final = "int5k4v"
+
+
+class Uncentred(StrEnum):
+    """Why a codec that needs a calibration has none: values of a metric's label."""
+
+    LEARNING = "learning"
+    ROPE = "rope"
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """Why ``UNCALIBRATED`` stands in; ``detail`` is for a person."""
+
+    reason: Uncentred
+    detail: str
+
+
+def codec_for(name: str, calibration: Calibration | None = None) -> BlockCodec:
+    """Make the codec of that name; for a centred one without a calibration, ``UNCALIBRATED``.
+
+    Raises ``RegistryError`` for an unknown name.
+    """
+    if name not in CENTRED:
+        codec: BlockCodec = codecs.load(name)()
+    elif calibration is None:
+        codec = codecs.load(UNCALIBRATED)()
+    else:
+        codec = codecs.load(name)(calibration)
+    return codec
+
+
+def stored_name(text: str) -> tuple[str, str]:
+    """Split what stands in a header into a codec's name and its calibration's id, or nothing.
+
+    >>> stored_name("int4.0123456789abcdef"), stored_name("int8")
+    (('int4', '0123456789abcdef'), ('int8', ''))
+    """
+    name, _, calibration_id = text.partition(".")
+    return (name, calibration_id) if name in CENTRED else (text, "")
+
+
+def calibrator_for(namespace: Namespace) -> Calibrator | Fallback:
+    """Return what learns a namespace's calibration, or why its K cannot be turned back.
+
+    All groups of the layout are taken to turn as ``namespace.rope`` says.
+    """
+    try:
+        rope = parse_rope(namespace.rope)
+        for group in namespace.layout.groups:
+            if group.k_dim != rope.dim:
+                raise ConfigError(f"K has {group.k_dim} values, its rotary embedding {rope.dim}")
+        rotary = rope.rotary_embedding()
+        return Calibrator(namespace.layout, (rotary,) * len(namespace.layout.groups))
+    except ConfigError as error:
+        return Fallback(Uncentred.ROPE, str(error))
