@@ -99,13 +99,14 @@ class CalibrationStore:
         with _as_our_error(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             self._tidy()
+            if found := self.load(namespace, codec):
+                return found
+            self._put_object(digest, data)
             for _ in range(_ATTEMPTS_MAX):
-                found = self.load(namespace, codec)
-                if found is not None:
-                    return found
-                self._put_object(digest, data)
                 if self._link(name, digest):
                     return calibration
+                if found := self.load(namespace, codec):
+                    return found
                 self._set_aside(name, self._leads_somewhere)
         raise TierUnavailableError(f"{self._folder / name} leads to no calibration of this model")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -13,6 +14,8 @@ from kvtier.errors import ConfigError
 from kvtier.interfaces import BlockCodec
 from kvtier.registry import codecs
 from kvtier.types import Namespace
+
+_log = logging.getLogger("kvtier.calibration")
 
 #: The codecs that need a calibration, and the one that stores until there is one.
 CENTRED: Final = ("int4", "int5k4v-c")
@@ -61,7 +64,8 @@ def stored_name(text: str) -> tuple[str, str]:
 def calibrator_for(namespace: Namespace) -> Calibrator | Fallback:
     """Return what learns a namespace's calibration, or why its K cannot be turned back.
 
-    All groups of the layout are taken to turn as ``namespace.rope`` says.
+    All groups of the layout are taken to turn as ``namespace.rope`` says. Asked once per
+    namespace: a reason is logged.
     """
     try:
         rope = parse_rope(namespace.rope)
@@ -71,4 +75,5 @@ def calibrator_for(namespace: Namespace) -> Calibrator | Fallback:
         rotary = rope.rotary_embedding()
         return Calibrator(namespace.layout, (rotary,) * len(namespace.layout.groups))
     except ConfigError as error:
+        _log.warning("no centred codec for this model, %s stands in: %s", UNCALIBRATED, error)
         return Fallback(Uncentred.ROPE, str(error))

@@ -167,9 +167,7 @@ def test_a_body_with_a_checksum_and_no_sense_is_refused(body: object) -> None:
         parse_calibration(data, layout())
 
 
-@pytest.mark.parametrize(
-    "changes", [{"layers": (0, 2, 5)}, {"kv_heads": 8}, {"k_dim": 8}], ids=str
-)
+@pytest.mark.parametrize("changes", [{"layers": (0, 2, 5)}, {"kv_heads": 8}, {"k_dim": 8}], ids=str)
 def test_another_models_calibration_is_refused(changes: dict[str, Any]) -> None:
     full, window = layout().groups
     other = replace(layout(), groups=(replace(full, **changes), window))

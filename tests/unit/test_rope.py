@@ -154,5 +154,5 @@ def test_another_text_is_refused(text: str) -> None:
     ids=str,
 )
 def test_what_is_not_known_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="rope|model type"):
+    with pytest.raises(ConfigError, match=r"rope|model type"):
         rope_of_config({**LLAMA, **changes})
