@@ -76,14 +76,13 @@ class Cache:
     ) -> None:
         """Map and touch the arena (about a second per 4 GiB) and begin to open the disk.
 
-        Waits for the disk's epochs, at most a second where it does not answer.
-        Raises ``ConfigError`` for settings that cannot be, ``RegistryError`` for an unknown
-        policy or codec. A disk that cannot be used is no error: the tier is degraded, and tried
-        again. ``files`` stands in for the operating system's file system.
+        Waits for the disk's epochs, at most a second where it does not answer. Raises
+        ``ConfigError`` for settings that cannot be, ``RegistryError`` for an unknown policy or
+        codec. A disk that cannot be used is no error: it is tried again.
+        ``files`` stands in for the operating system's file system.
         """
         self._shapes = Shapes(KnownCodecs(), config.codec)
         self._codecs = [self._shapes.codecs.get(name) for name in config.codecs]
-        policy = policies.load(config.policy)
         self._config = config
         self._clock = clock or SystemClock()
         self._lock = threading.Lock()
@@ -93,6 +92,7 @@ class Cache:
         self._epochs = Epochs(len(paths))
         self._loads: set[Load] = set()
         self._plans = OpenPlans()
+        policy = policies.load(config.policy)
         self._arena = Arena(config.dram_bytes, slab_bytes=config.slab_bytes, shared=config.shared)
         self._dram = DramTier(self._arena, policy, self._clock, self._left_dram)
         self._executor = Executor(
@@ -110,12 +110,10 @@ class Cache:
         if config.disk is not None:
             self._openers = self._add_disk(config.disk, files or LocalFiles())
         self._pending_until = self._clock.now() + config.pending_deadline_s
-        self._lookup = Lookup(
-            self._dram, self._disk, self._filler, self._writeout, self._shapes, self._counters
-        )
+        tiers = (self._dram, self._disk)
+        self._lookup = Lookup(*tiers, self._filler, self._writeout, self._shapes, self._counters)
         self._storer = Storer(
-            self._dram,
-            self._disk,
+            *tiers,
             self._writeout,
             self._shapes,
             self._plans,

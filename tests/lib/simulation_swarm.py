@@ -24,14 +24,15 @@ _ADMISSIONS: Final = (Everything, Everything, SecondTouch, Learned)
 
 #: Steps that move chunks; without them nothing happens.
 MOVING: Final = ("store", "end_store", "begin_write", "end_write", "begin_fill", "end_fill")
-#: Steps that a run may do without.
-RARE: Final = ("spoil", "fail", "reopen", "restart", "crash", "lose_index", "give_way")
+#: Steps that a run may do without, and those after which there is little left to go wrong.
+RARE: Final = ("spoil", "fail", "reopen", "give_way")
+ENDS: Final = ("restart", "crash", "lose_index")
 COMMON: Final = ("touch", "pin", "unpin", "heal", "tick")
 
 
 @dataclass(frozen=True)
 class Swarm:
-    """One kind of machine and of day. ``back`` writes late, and then the oldest first."""
+    """One kind of machine and of day. ``back`` writes late."""
 
     policy: PolicyFactory
     admission: AdmissionPolicy
@@ -49,6 +50,7 @@ def drawn(
     weights |= {step: draws.choice((2.0, 4.0, 8.0)) for step in COMMON}
     few = (2.0,) if every_step else (0.0, 0.3, 1.0, 2.0)
     weights |= {step: draws.choice(few) for step in RARE}
+    weights |= {step: draws.choice(few) / 4 for step in ENDS}
     return Swarm(
         policy=policy or draws.choice(_POLICIES),
         admission=draws.choice(_ADMISSIONS)(capacity_bytes),

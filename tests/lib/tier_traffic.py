@@ -178,7 +178,8 @@ class TierTraffic:
             return
         if max(map(len, self.writes)) >= WRITES_MAX:
             return
-        key = waiting[0] if self.swarm.back else self.draws.choice(waiting)
+        # The cache takes the oldest always; what cannot be written yet is refused.
+        key = waiting[0] if self.draws.random() < 0.8 else self.draws.choice(waiting)
         source = self.dram.index.ready(key)
         assert source is not None, "what is dirty is in DRAM"
         del self.dirty[key]

@@ -193,6 +193,20 @@ def test_disk_packs_with_its_own_codec_from_the_pool(folder: Path) -> None:
     room.close()
 
 
+def test_few_chunks_are_staged_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """STAGED_CHUNKS_MAX: the others go to disk as DRAM has them."""
+    monkeypatch.setattr("kvtier.cache.writeout.STAGED_CHUNKS_MAX", 0)
+    room = Room(folder, "int8", "int5k4v")
+    assert room.store(room.sequence(LOSSY))
+    room.close()
+    room = Room(folder, "int8", "int5k4v")
+    outcome = room.load(room.sequence(LOSSY))
+    assert outcome is not None
+    assert outcome.tokens_by_tier == {Tier.DISK: CHUNKS * CHUNK}
+    assert room.error() <= 0.05
+    room.close()
+
+
 def test_nothing_lossy_enters_an_exact_namespace(folder: Path) -> None:
     for codec, disk_codec in (("int8", None), ("raw", "int8")):
         room = Room(folder, codec, disk_codec)
