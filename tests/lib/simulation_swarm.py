@@ -46,8 +46,8 @@ def drawn(
     draws: random.Random, capacity_bytes: int, policy: PolicyFactory | None, *, every_step: bool
 ) -> Swarm:
     """Draw one; ``policy`` stands in for those drawn from, ``every_step`` leaves no step out."""
-    weights = dict.fromkeys(MOVING, 16.0)
-    weights |= {step: draws.choice((2.0, 4.0, 8.0)) for step in COMMON}
+    weights = dict.fromkeys(MOVING, 16.0) | {"store": 32.0, "end_store": 32.0}
+    weights |= {step: draws.choice((1.0, 2.0, 4.0)) for step in COMMON}
     few = (2.0,) if every_step else (0.0, 0.3, 1.0, 2.0)
     weights |= {step: draws.choice(few) for step in RARE}
     weights |= {step: draws.choice(few) / 4 for step in ENDS}

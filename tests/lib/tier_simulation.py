@@ -145,8 +145,10 @@ class Simulation(TierTraffic):
 
     def crash(self) -> None:
         """The process dies in the middle of what a writing thread does."""
+        self.begin_write()
         certain = self.certain()
-        number = self.draws.randrange(len(self.writes))
+        busy = [number for number, writes in enumerate(self.writes) if writes]
+        number = self.draws.choice(busy or range(len(self.writes)))
         nbytes = self.draws.choice((None, 0, 100, 4096))
         self.shelves.files[number].inject(FileCrash(nth=self.draws.randrange(1, 9), nbytes=nbytes))
         if self.writes[number]:

@@ -38,7 +38,7 @@ from tests.lib.simulation_swarm import Swarm
 NAMES = 48
 CHAIN = 6
 DRAM_CHUNKS = 8
-DISK_CHUNKS = 12
+DISK_CHUNKS = 8
 SIZES = sizes_of(2)
 CHUNK_NBYTES = sum(SIZES.values())
 WRITES_MAX = 3

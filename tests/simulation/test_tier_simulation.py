@@ -89,9 +89,7 @@ def test_b43_tiers_hold_what_they_say_whatever_happens(root: str, seed: int, sca
 
 
 def test_a_seed_replays(root: str, seed: int) -> None:
-    first, again = (
-        Simulation(tempfile.mkdtemp(dir=root), seed, every_step=True) for _ in range(2)
-    )
+    first, again = (Simulation(tempfile.mkdtemp(dir=root), seed, every_step=True) for _ in range(2))
     first.run(STEPS)
     again.run(STEPS)
     assert first.seen == again.seen
