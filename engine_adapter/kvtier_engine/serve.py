@@ -171,7 +171,7 @@ def build(settings: Settings) -> Server:
         if recorder is not None:
             undo.callback(recorder.close)
         # The tiers have threads, so they come last: nothing that could fail is left to do.
-        tiers, problem = _tiers_boundary(cache_config, pool)
+        tiers, problem = _tiers_boundary(cache_config, pool, namespace)
         undo.pop_all()
     engine = _engine(config, loaded, namespace, runner, pool, model, tiers, recorder)
     facts = Facts(
@@ -244,18 +244,21 @@ def _pool(config: EngineConfig, layout: KVLayout, device: str) -> KVPool:
         ) from error
 
 
-def _tiers_boundary(config: CacheConfig | None, pool: KVPool) -> tuple[Tiers | None, str]:
+def _tiers_boundary(
+    config: CacheConfig | None, pool: KVPool, namespace: Namespace
+) -> tuple[Tiers | None, str]:
     """Open the cache, or say why there is none: a cache is worth less than an answer."""
     if config is None:
         return None, ""
     try:
         cache = Cache(config)
+        cache.prepare(namespace)
     except ConfigError as error:
         raise ConfigError(f"--dram {format_size(config.dram_bytes)}: {error}") from error
     except Exception as error:
         _log.exception("the cache could not be set up; everything will be computed")
         return None, f"{type(error).__name__}: {error}"
-    worker = CacheWorker(Placement(), cache.arena)
+    worker = CacheWorker(Placement(), cache.arena, codecs=cache.codecs)
     worker.register_pool(pool)
     return Tiers(cache, worker), ""
 

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Iterable
 from functools import lru_cache
+from pathlib import Path
 
 from kvtier.admission.budget import Budgeted, WriteBudget
 from kvtier.cache.epochs import Epochs
@@ -28,6 +29,7 @@ from kvtier.cache.state_log import StateLog
 from kvtier.cache.store import Storer
 from kvtier.cache.writeout import Writeout
 from kvtier.clock import SystemClock
+from kvtier.codecs.calibration_store import CalibrationStore
 from kvtier.codecs.known import KnownCodecs
 from kvtier.config import CacheConfig, DiskConfig
 from kvtier.constants import CLOSE_DEADLINE_S_DEFAULT, HOUSEKEEPING_S, IO_THREADS_DEFAULT
@@ -59,8 +61,7 @@ _log = logging.getLogger("kvtier.disk")
 
 _FEATURES = Features()
 
-# Every call asks whether its sequence is still in the present epoch; encoding a namespace anew
-# would take longer than the lookup itself.
+# Every call asks for the present epoch; encoding a namespace anew would take longer than a lookup.
 _digest = lru_cache(maxsize=1024)(namespace_digest)
 
 
@@ -81,7 +82,8 @@ class Cache:
         codec. A disk that cannot be used is no error: it is tried again.
         ``files`` stands in for the operating system's file system.
         """
-        self._shapes = Shapes(KnownCodecs(), config.codec)
+        store = CalibrationStore(Path(config.disk.path, "calibrations")) if config.disk else None
+        self._shapes = Shapes(KnownCodecs(store))
         self._codecs = [self._shapes.codecs.get(name) for name in config.codecs]
         self._config = config
         self._clock = clock or SystemClock()
@@ -119,6 +121,7 @@ class Cache:
             self._plans,
             self._counters[Tier.DRAM],
             self._clock,
+            config.codec,
             config.disk_codec,
             config.workers,
         )
@@ -179,6 +182,19 @@ class Cache:
         """How workers in other processes map the arena. The config must say ``shared``."""
         assert self._arena.handle is not None, "the arena is not shared"
         return self._arena.handle
+
+    @property
+    def codecs(self) -> KnownCodecs:
+        """What packs and unpacks, for workers in this process."""
+        return self._shapes.codecs
+
+    def prepare(self, namespace: Namespace) -> None:
+        """Find the model's calibration, where a configured codec needs one, or begin to learn it.
+
+        Reads small files: once for each model, before its first request. Without a calibration
+        such a codec stores as ``int5k4v``.
+        """
+        self._shapes.codecs.prepare(namespace, self._config.codecs)
 
     def sequence(self, namespace: Namespace, *, features: Features = _FEATURES) -> Sequence:
         """Begin to hash a request's tokens under the namespace's present epoch.
@@ -374,8 +390,6 @@ class Cache:
                 opener.tick()
             if self._writeout is not None:
                 self._writeout.pump()
-            if self._disk is not None:
-                self._disk.trim()
             line = self._state_line()
         if line is not None:
             _log.warning("%s", line)

@@ -73,6 +73,7 @@ class _Piece:
     disk_lease: Lease[DiskPlace] | None = None
     fill: Fill | None = None
     ordered: dict[ShardId, int] = field(default_factory=dict)
+    sections: dict[ShardId, int] = field(default_factory=dict)
     plans_out: int = 0
     complete: bool = False
 
@@ -95,8 +96,6 @@ class Load:
         self._blocks = blocks
         self._deadline = deadline
         self._layout = match.sequence.namespace.layout
-        # Which shards there are and how many sections they have is the same under every codec.
-        self._shape = context.shapes.of(self._layout, 1)
         self._pieces = self._cut_pieces()
         self._failed_at = len(self._pieces)
         self._failure: MissReason | None = None
@@ -178,13 +177,16 @@ class Load:
 
     def _hold(self, index: int, piece: _Piece, record: DramRecord) -> bool:
         """Pin what a piece is loaded from; False when that lacks a shard, which fails the piece."""
-        needed = [shard for shard in self._shape.layouts if shard.group in piece.groups]
+        shards = self._context.shapes.shards(self._layout)
+        needed = [shard for shard in sorted(shards) if shard.group in piece.groups]
         if not record.places.keys() >= set(needed):
             self._fail_from(index, MissReason.ABSENT)
             return False
         piece.record = record
         piece.dram_lease = self._context.dram.index.lease([record])
         piece.ordered = dict.fromkeys(needed, 0)
+        shape = self._context.shapes.of(self._layout, piece.chunk, record.codec)
+        piece.sections = {shard: shape.layouts[shard].sections for shard in needed}
         return True
 
     def _readable(self, source: DiskRecord | None) -> DiskRecord | None:
@@ -240,7 +242,7 @@ class Load:
                 gone = source is None
                 self._fail_from(index, MissReason.ABSENT if gone else MissReason.UNAVAILABLE)
                 return False
-            if self._shape.chunk_bytes > self._context.dram.capacity_bytes:
+            if source.entry.nbytes > self._context.dram.capacity_bytes:
                 self._fail_from(index, MissReason.NO_ROOM)
                 return False
             if self._context.dram.index.get(piece.key) is not None:
@@ -298,7 +300,7 @@ class Load:
         return [plan]
 
     def _ready_sections(self, piece: _Piece, shard: ShardId) -> range:
-        total = self._shape.layouts[shard].sections
+        total = piece.sections[shard]
         verified = total if piece.fill is None else piece.fill.verified[shard]
         return range(piece.ordered[shard], verified)
 
@@ -327,7 +329,7 @@ class Load:
 
     def _all_ordered(self, piece: _Piece) -> bool:
         return piece.record is not None and all(
-            count == self._shape.layouts[shard].sections for shard, count in piece.ordered.items()
+            count == piece.sections[shard] for shard, count in piece.ordered.items()
         )
 
     def _settle(self) -> None:

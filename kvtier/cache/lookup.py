@@ -38,7 +38,7 @@ class Lookup:
     def hits(self, sequence: Sequence) -> tuple[ChunkHit, ...]:
         """Return the longest usable prefix, each chunk with the fastest tier that holds it."""
         layout = sequence.namespace.layout
-        whole = self._shapes.of(layout, 1).layouts.keys()
+        whole = self._shapes.shards(layout)
         fidelity, readable = sequence.namespace.fidelity, self._shapes.codecs.readable
         every = frozenset(range(len(layout.groups)))
         disk = self._disk if self._filler is not None and self._filler.available() else None

@@ -64,6 +64,7 @@ class VolumeOpener:
     def tick(self) -> None:
         """Start what is due."""
         volume = self._volume
+        self._disk.trim()
         if self._busy:
             return
         if volume.open_due:

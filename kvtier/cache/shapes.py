@@ -4,30 +4,36 @@ from __future__ import annotations
 
 from kvtier.cache.planner import ChunkShape, chunk_shape
 from kvtier.codecs.known import KnownCodecs
-from kvtier.types import KVLayout
+from kvtier.layout import shard_ids
+from kvtier.types import KVLayout, ShardId
 
 _SHAPES_MAX = 64
 
 
 class Shapes:
-    """Chunk shapes by layout, codec and place, computed once. Used under the cache's lock.
+    """Chunk shapes by layout, codec and place, computed once. Used under the cache's lock."""
 
-    ``default`` is the codec that packs what is stored in DRAM.
-    """
-
-    def __init__(self, codecs: KnownCodecs, default: str) -> None:
+    def __init__(self, codecs: KnownCodecs) -> None:
         self.codecs = codecs
-        self.default = default
         self._shapes: dict[tuple[KVLayout, str, bool], ChunkShape] = {}
+        self._shards: dict[KVLayout, frozenset[ShardId]] = {}
 
-    def of(self, layout: KVLayout, chunk: int, codec: str | None = None) -> ChunkShape:
+    def of(self, layout: KVLayout, chunk: int, codec: str) -> ChunkShape:
         """Return the shape of a sequence's chunk under a codec that can be made."""
-        name = codec or self.default
-        place = (layout, name, chunk == 0)
+        place = (layout, codec, chunk == 0)
         shape = self._shapes.get(place)
         if shape is None:
             if len(self._shapes) >= _SHAPES_MAX:
                 self._shapes.clear()
-            made = chunk_shape(layout, self.codecs.get(name), chunk=chunk)
+            made = chunk_shape(layout, self.codecs.get(codec), chunk=chunk)
             shape = self._shapes[place] = made
         return shape
+
+    def shards(self, layout: KVLayout) -> frozenset[ShardId]:
+        """Return the shards of a whole chunk, which are the same under every codec."""
+        shards = self._shards.get(layout)
+        if shards is None:
+            if len(self._shards) >= _SHAPES_MAX:
+                self._shards.clear()
+            shards = self._shards[layout] = frozenset(shard_ids(layout))
+        return shards

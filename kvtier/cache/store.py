@@ -40,7 +40,8 @@ class _Stored:
 class Storer:
     """Reserves room, orders stores, settles them. Used under the cache's lock.
 
-    ``disk_codec`` packs a second time what is written to disk; None: disk takes what DRAM has.
+    ``codec`` is the configured one; ``disk_codec`` packs a second time what is written to disk;
+    None: disk takes what DRAM has.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Storer:
         plans: OpenPlans,
         counters: TierCounters,
         clock: Clock,
+        codec: str,
         disk_codec: str | None,
         workers: SequenceOf[Placement],
     ) -> None:
@@ -62,6 +64,7 @@ class Storer:
         self._plans = plans
         self._counters = counters
         self._clock = clock
+        self._codec = codec
         self._disk_codec = disk_codec
         self._workers = workers
         self.inflight_count = 0
@@ -73,11 +76,12 @@ class Storer:
         more, it stays away.
         """
         layout = sequence.namespace.layout
-        writers = shard_writers(layout, self._shapes.of(layout, 1), self._workers)
+        codec = self._shapes.codecs.packing(self._codec, sequence.namespace)
+        writers = shard_writers(layout, self._shapes.of(layout, 1, codec), self._workers)
         moves: list[Move] = []
         stored: list[_Stored] = []
         for chunk in chunks:
-            shape = self._shapes.of(layout, chunk)
+            shape = self._shapes.of(layout, chunk, codec)
             lossy = chunk < sequence.lossy_chunks
             if lossy or self._held(sequence.chunk_keys[chunk], shape):
                 continue
@@ -139,7 +143,8 @@ class Storer:
         """Reserve room for what goes to disk; None: it takes what DRAM has, as ever."""
         if self._disk_codec is None or self._writeout is None or not self._writeout.takes_staged:
             return None
-        shape = self._shapes.of(sequence.namespace.layout, chunk, self._disk_codec)
+        codec = self._shapes.codecs.packing(self._disk_codec, sequence.namespace)
+        shape = self._shapes.of(sequence.namespace.layout, chunk, codec)
         # A key that no lookup asks for.
         key = ChunkKey(hashlib.sha256(b"for the disk" + sequence.chunk_keys[chunk]).digest())
         if self._dram.index.get(key) is not None:

@@ -29,15 +29,21 @@ class CacheWorker:
     """
 
     def __init__(
-        self, placement: Placement, arena: memoryview, *, clock: Clock | None = None
+        self,
+        placement: Placement,
+        arena: memoryview,
+        *,
+        codecs: KnownCodecs | None = None,
+        clock: Clock | None = None,
     ) -> None:
+        """``codecs`` are the cache's where it is in this process: it knows calibrations."""
         self._placement = placement
         self._arena = arena
         self._clock = clock or SystemClock()
         self._pool: PagedPool | None = None
         self._asked_to_pin = False
         self._pinned: memoryview | None = None
-        self._codecs = KnownCodecs()
+        self._codecs = codecs or KnownCodecs()
         self._plans: queue.SimpleQueue[Plan | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvtier-copy", daemon=True)
@@ -111,6 +117,7 @@ class CacheWorker:
             codec.unpack(payload, self._pool, move)
         else:
             codec.pack(self._pool, move, payload)
+            self._codecs.observe(self._pool, move)
 
 
 def _on_cuda(pool: PagedPool) -> bool:

@@ -123,7 +123,7 @@ class Writeout:
         self, key: ChunkKey, layout: KVLayout, features: Features, staged: Lease[Slot] | None
     ) -> bool:
         """Return whether the chunk has become dirty."""
-        whole = self._shapes.of(layout, 1).layouts.keys()
+        whole = self._shapes.shards(layout)
         self._disk.displace(key, whole)
         if key in self._dirty:
             return False

@@ -312,7 +312,9 @@ class EngineDouble:
                 self.workers[index] = self._worker(rank)
 
     def _worker(self, rank: RankPool) -> CacheWorker:
-        worker = CacheWorker(rank.placement, self.cache.arena, clock=self._clock)
+        worker = CacheWorker(
+            rank.placement, self.cache.arena, codecs=self.cache.codecs, clock=self._clock
+        )
         worker.register_pool(rank.pool)
         return worker
 

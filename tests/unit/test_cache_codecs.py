@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from kvtier.cache.cache import Cache
 from kvtier.cache.match import Ready
 from kvtier.cache.sequence import Sequence
 from kvtier.cache.worker import CacheWorker
+from kvtier.codecs.calibrator import Calibrator
 from kvtier.config import CacheConfig, DiskConfig
 from kvtier.constants import MIB
 from kvtier.errors import ConfigError, RegistryError
@@ -49,7 +52,7 @@ class Room:
     def __init__(self, folder: Path, codec: str, disk_codec: str | None = None) -> None:
         disk = DiskConfig(str(folder / "disk"), 64 * MIB, codec=disk_codec)
         self.cache = Cache(CacheConfig(16 * MIB, disk, codec=codec, slab_bytes=MIB))
-        self.worker = CacheWorker(Placement(), self.cache.arena)
+        self.worker = CacheWorker(Placement(), self.cache.arena, codecs=self.cache.codecs)
         count = CHUNKS * CHUNK // BLOCK
         self.computed, self.restored = (
             TorchPool([GROUP], block_count=count, arrangement=Arrangement.STACKED) for _ in range(2)
@@ -269,10 +272,72 @@ def test_b147_values_that_a_codec_cannot_carry_are_not_stored(tmp_path: Path, ba
     room.close()
 
 
+ROPE = "kind=default;layout=half;dim=64;theta=10000.0"
+TURNED = Namespace("weights", LAYOUT, rope=ROPE, fidelity=Fidelity.LOSSY)
+
+
+def calibrated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Room:
+    """A cache that has learned from the first chunks that it stored, of 92 tokens but the sinks."""
+    monkeypatch.setattr(Calibrator.__init__, "__kwdefaults__", {"tokens": 32})
+    room = Room(folder, "int4")
+    room.cache.prepare(TURNED)
+    assert room.cache.codecs.packing("int4", TURNED) == "int5k4v"
+    assert room.store(room.sequence(TURNED))
+    return room
+
+
+def test_a_centred_codec_learns_and_then_serves_everywhere(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = calibrated(folder, monkeypatch)
+    name = room.cache.codecs.packing("int4", TURNED)
+    assert name.startswith("int4.")
+    later = replace(TURNED, tenant_salt="another tenant")
+    assert room.cache.codecs.packing("int4", later) == name, "the model's, whoever uses it"
+    assert room.store(room.sequence(later))
+    outcome = room.load(room.sequence(later))
+    assert outcome is not None
+    assert outcome.end_token == CHUNKS * CHUNK
+    assert room.error() <= 1.0
+    sinks = [view[0, :4] for view in room.views(room.restored)]
+    exact = [view[0, :4] for view in room.views(room.computed)]
+    assert all(map(torch.equal, sinks, exact)), "the first tokens are kept exactly"
+    room.close()
+    room = Room(folder, "int4")  # Both kinds of chunks are there, and the calibration.
+    room.cache.prepare(TURNED)
+    assert room.cache.codecs.packing("int4", TURNED) == name
+    for namespace in (TURNED, later):
+        outcome = room.load(room.sequence(namespace))
+        assert outcome is not None
+        assert outcome.tokens_by_tier == {Tier.DISK: CHUNKS * CHUNK}
+        assert room.error() <= 1.0
+    room.close()
+
+
+def test_an_unknown_calibration_is_a_miss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = calibrated(folder, monkeypatch)
+    later = replace(TURNED, tenant_salt="another tenant")
+    room.store(room.sequence(later))
+    room.close()
+    shutil.rmtree(folder / "disk" / "calibrations")
+    room = Room(folder, "int4")
+    room.cache.prepare(TURNED)
+    assert room.load(room.sequence(later)) is None
+    assert room.load(room.sequence(TURNED)) is not None, "int5k4v needs none"
+    room.close()
+
+
+def test_what_cannot_be_turned_back_stays_uncalibrated(tmp_path: Path) -> None:
+    room = Room(tmp_path, "int4")
+    strange = replace(TURNED, rope="kind=strange")
+    room.cache.prepare(strange)
+    assert room.store(room.sequence(strange))
+    assert room.cache.codecs.packing("int4", strange) == "int5k4v"
+    room.close()
+
+
 def test_an_unknown_codec_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(RegistryError, match="int8"):
         Room(tmp_path, "int9")
     with pytest.raises(RegistryError, match="int8"):
         Room(tmp_path, "raw", "int88")
-    with pytest.raises(ConfigError, match="calibration"):
-        Room(tmp_path, "int4")
