@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.codecs.calibration import Calibration, Rotary
+from kvtier.codecs.calibration import Calibration, FloatArray, Rotary
 from kvtier.codecs.paged import as_our_error, move_span, pool_view
 from kvtier.codecs.rotated import SINK_TOKENS
 from kvtier.errors import ConfigError, LayoutError
@@ -70,11 +70,11 @@ class Calibrator:
             sums = self._part(move, section)
             if (sums.counts >= self._tokens).all():
                 continue
-            total, energy = self._sum(pool, move, section, skipped)
-            if not np.isfinite(energy).all():
+            total = self._total(pool, move, section, skipped)
+            if not np.isfinite(total).all():
                 continue
             with self._lock:
-                sums.add(total, energy, move.token_count - skipped)
+                sums.add(total, move.token_count - skipped)
         with self._lock:
             self._finish()
 
@@ -88,20 +88,12 @@ class Calibrator:
         with self._lock:
             return self._fewest()
 
-    def energy_shares(self) -> tuple[_Doubles, ...]:
-        """How much of K's energy is its mean's, per group ``[layers, kv_heads]``.
-
-        Without its mean, K has ``1 / (1 - share)`` times less energy, and codes are as much finer.
-        """
-        with self._lock:
-            return tuple(each.shares() for each in self._sums)
-
     def _fewest(self) -> int:
         return min(int(each.counts.min()) for each in self._sums)
 
     def _finish(self) -> None:
         if self._result is None and self._fewest() >= self._tokens:
-            means = tuple(each.means().astype(np.float32) for each in self._sums)
+            means = tuple(each.means() for each in self._sums)
             self._result = Calibration(self._layout, means, self._rotaries)
 
     def _part(self, move: Move, section: int) -> _Sums:
@@ -121,10 +113,8 @@ class Calibrator:
             raise LayoutError(f"a shard that does not fit what is calibrated: {move.layout}")
         return part
 
-    def _sum(
-        self, pool: PagedPool, move: Move, section: int, skipped: int
-    ) -> tuple[_Doubles, _Doubles]:
-        """Sums of a section's K before RoPE ``[layers, heads, dim]`` and of its squares.
+    def _total(self, pool: PagedPool, move: Move, section: int, skipped: int) -> _Doubles:
+        """The sum of a section's K before RoPE, ``[layers, heads, dim]``.
 
         A turned-back row is ``row * cosine + partner(row) * sine``; its sum over rows is that of
         two weighted sums of rows, of which only the small result changes places.
@@ -133,49 +123,33 @@ class Calibrator:
         rows = _rows(pool, move, section)[:, :, skipped:]
         position = move.position_start + move.token_start + skipped
         cosine, sine = rotary.turns_back(position, rows.shape[2], rows.shape[3])
-        weights = np.square(cosine[:1], dtype=np.float64) + np.square(sine[:1], dtype=np.float64)
-        straight, crossed, energy = (
-            _on_cpu(values.mul(_like(rows, table)).sum(dim=2))
-            for values, table in (
-                (rows, cosine),
-                (rows, rotary.partner(sine)),
-                (rows.square(), weights),
-            )
-        )
-        return straight + rotary.partner(crossed), energy.sum(axis=-1)
+        straight, crossed = (_weighted(rows, table) for table in (cosine, rotary.partner(sine)))
+        return straight + rotary.partner(crossed)
 
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Per layer and head: how many rows, their sum, and the sum of their squares."""
+    """Per layer and head: how many rows, and their sum."""
 
     counts: npt.NDArray[np.int64]
     totals: _Doubles
-    energies: _Doubles
 
     @classmethod
     def of(cls, group: KVGroup) -> _Sums:
         shape = (len(group.layers), group.kv_heads)
-        return cls(np.zeros(shape, np.int64), np.zeros((*shape, group.k_dim)), np.zeros(shape))
+        return cls(np.zeros(shape, np.int64), np.zeros((*shape, group.k_dim)))
 
     def cut(self, layers: slice, heads: slice) -> _Sums:
-        return _Sums(
-            self.counts[layers, heads], self.totals[layers, heads], self.energies[layers, heads]
-        )
+        """Views of some layers and heads."""
+        return _Sums(self.counts[layers, heads], self.totals[layers, heads])
 
-    def add(self, total: _Doubles, energy: _Doubles, count: int) -> None:
-        for kept, more in ((self.counts, count), (self.totals, total), (self.energies, energy)):
-            np.add(kept, more, out=kept)
+    def add(self, total: _Doubles, count: int) -> None:
+        np.add(self.counts, count, out=self.counts)
+        np.add(self.totals, total, out=self.totals)
 
-    def means(self) -> _Doubles:
-        means: _Doubles = self.totals / np.maximum(self.counts, 1)[..., None]
+    def means(self) -> FloatArray:
+        means: FloatArray = (self.totals / self.counts[..., None]).astype(np.float32)
         return means
-
-    def shares(self) -> _Doubles:
-        mean_energy: _Doubles = np.square(self.means()).sum(axis=-1) * self.counts
-        shares = np.zeros_like(mean_energy)
-        np.divide(mean_energy, self.energies, out=shares, where=self.energies > 0)
-        return shares
 
 
 def _rows(pool: PagedPool, move: Move, section: int) -> torch.Tensor:
@@ -193,12 +167,10 @@ def _rows(pool: PagedPool, move: Move, section: int) -> torch.Tensor:
         return found.double()
 
 
-def _like(rows: torch.Tensor, table: npt.NDArray[Any]) -> torch.Tensor:
+def _weighted(rows: torch.Tensor, table: FloatArray) -> _Doubles:
+    """Sum of rows ``[..., tokens, dim]``, each value times the table's of its token and column."""
     from torch import from_numpy
 
-    return from_numpy(np.ascontiguousarray(table)).to(rows)
-
-
-def _on_cpu(values: torch.Tensor) -> _Doubles:
-    found: _Doubles = values.cpu().numpy()
+    weights = from_numpy(np.ascontiguousarray(table)).to(rows)
+    found: _Doubles = rows.mul(weights).sum(dim=2).cpu().numpy()
     return found

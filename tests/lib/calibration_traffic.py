@@ -30,7 +30,7 @@ class Traffic:
 
     @property
     def chunks(self) -> int:
-        return self.k.shape[1] // self.layout.chunk_tokens
+        return int(self.k.shape[1]) // self.layout.chunk_tokens
 
     def moves(self, chunk: int) -> Iterator[tuple[TorchPool, Move]]:
         """The store of one chunk, by all ranks."""
@@ -50,7 +50,8 @@ class Traffic:
     def mean_k(self, rotary: Rotary, tokens: int) -> npt.NDArray[np.float64]:
         """The mean of K before RoPE of the first ``tokens``, sinks left out: in two passes."""
         rows = [turned_back(self.k[:, token], rotary, token) for token in range(SINKS, tokens)]
-        return np.mean(rows, axis=0)
+        mean: npt.NDArray[np.float64] = np.mean(rows, axis=0)
+        return mean
 
 
 def turned_back(

@@ -73,31 +73,6 @@ def test_kv_that_no_codec_stores_is_left_out(value: float) -> None:
     assert learner.result() is None
 
 
-def test_energy_shares_are_those_of_the_mean() -> None:
-    flow = traffic(chunks=40)
-    learner = learn(flow, range(1, 40), tokens=39 * 4)
-    found = learner.result()
-    assert found is not None
-    (shares,) = learner.energy_shares()
-    energy = np.square(flow.k[:, SINKS:]).sum(-1).mean(1)
-    expected = np.square(found.means[0]).sum(-1) / energy
-    np.testing.assert_allclose(shares, expected, rtol=1e-5)
-    assert np.array_equal(Calibrator(flow.layout, [PLAIN]).energy_shares()[0], np.zeros((3, 2)))
-
-
-def test_energy_is_counted_as_it_was_before_scaling() -> None:
-    flow = traffic(chunks=12)
-    shares = []
-    for scaling in (1.0, 4.0):
-        rotary = replace(PLAIN, scaling=scaling)
-        learner = Calibrator(flow.layout, [rotary], tokens=44)
-        for chunk in range(12):
-            for pool, move in flow.moves(chunk):
-                learner.observe(pool, move)
-        shares.append(learner.energy_shares()[0])
-    np.testing.assert_allclose(shares[0], shares[1], rtol=1e-6)
-
-
 def test_what_does_not_fit_is_refused() -> None:
     flow = traffic()
     with pytest.raises(ConfigError, match="rotary"):

@@ -18,9 +18,11 @@ class RoundTrip:
         """Raise ``CodecError`` or ``LayoutError`` for a layout that the codec cannot carry."""
         self._codec = codec
         self._layout = layout
-        self._shape = chunk_shape(layout, codec)
-        self._writers = shard_writers(layout, self._shape, _WORKERS)
-        self._slots = {shard: bytearray(size) for shard, size in self._shape.sizes.items()}
+        # The first chunk may be larger than those that follow.
+        first = chunk_shape(layout, codec, chunk=0)
+        self._shapes = (first, chunk_shape(layout, codec))
+        self._writers = shard_writers(layout, first, _WORKERS)
+        self._slots = {shard: bytearray(size) for shard, size in first.sizes.items()}
 
     def run(self, source: KVPool, target: KVPool, chunks: range) -> None:
         """Pack chunks of ``source`` and unpack them into ``target``, which may be the same pool.
@@ -30,9 +32,10 @@ class RoundTrip:
         """
         blocks = Blocks(0, (tuple(range(source.block_count)),), source.block_tokens)
         for chunk in chunks:
+            shape = self._shapes[min(chunk, 1)]
             for move in store_moves(
                 self._layout,
-                self._shape,
+                shape,
                 self._writers,
                 chunk=chunk,
                 blocks=blocks,
@@ -41,13 +44,13 @@ class RoundTrip:
                 self._codec.pack(source, move, self._payload(move.shard, move.payload_offset))
             for move in load_moves(
                 self._layout,
-                self._shape,
+                shape,
                 _WORKERS,
                 chunk=chunk,
                 groups=frozenset({0}),
                 blocks=blocks,
                 slots=self._slot,
-                sections=lambda shard: range(self._shape.layouts[shard].sections),
+                sections=lambda shard: range(self._shapes[0].layouts[shard].sections),
             ):
                 self._codec.unpack(self._payload(move.shard, move.payload_offset), target, move)
 
