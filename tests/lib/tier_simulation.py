@@ -174,8 +174,8 @@ class Simulation(TierTraffic):
         assert all(opened), "a disk that is well does not open"
         self.start()
         after = self.held()
-        assert certain <= after, f"{certain - after} are on disk and not found again"
         self.check_files(after)
+        assert certain <= after, f"{certain - after} are on disk and not found again"
         # Of several directories each has its own order, so what was written above may be missing.
         gone = before - after if len(self.writes) == 1 else set(range(NAMES)) - after
         self.lost |= {chunk_key(name) for name in gone}

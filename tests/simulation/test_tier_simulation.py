@@ -60,12 +60,13 @@ def run_all(root: str, seeds: range, policy: PolicyFactory | None = None) -> Cou
     seen: Counter[str] = Counter()
     for seed in seeds:
         folder = tempfile.mkdtemp(dir=root)
-        simulation = Simulation(folder, seed, policy, every_step=seed == seeds.start)
+        every = seed == seeds.start
+        simulation = Simulation(folder, seed, policy, every_step=every)
         try:
             simulation.run(STEPS)
         except AssertionError as error:
             error.add_note(f"simulation of seed {seed}: {simulation.swarm}")
-            error.add_note(f"replay: Simulation(folder, {seed}).run({STEPS})")
+            error.add_note(f"replay: Simulation(folder, {seed}, every_step={every}).run({STEPS})")
             raise
         shutil.rmtree(folder)
         seen += simulation.seen
