@@ -13,12 +13,13 @@ from tests.lib.disk_shelves import CHUNK_BYTES, DiskShelves
 CHUNKS = 4
 
 
-def forget_in_index(lab: DiskLab, name: str) -> None:
+def forget_in_index(lab: DiskLab | DiskShelves, name: str) -> None:
     """Be killed when the index has forgotten a chunk and its files are not removed yet."""
     record = lab.tier.ready(chunk_key(name))
     assert record is not None
     generation = record.places[ShardId(0, 0, 0)].generation
-    lab.shard_files.note(Changes(removed=((chunk_key(name), generation),)))
+    files = lab.tier.volume_of(record).files
+    files.note(Changes(removed=((chunk_key(name), generation),)))
 
 
 def test_what_a_sweep_finds_keeps_its_parent(tmp_path: Path) -> None:
@@ -37,6 +38,25 @@ def test_what_a_sweep_finds_keeps_its_parent(tmp_path: Path) -> None:
     assert lab.holds("parent", "child") == [False, False]
     lab.check()
     lab.close()
+
+
+def test_what_a_sweep_finds_keeps_a_parent_that_another_directory_brings(tmp_path: Path) -> None:
+    shelves = DiskShelves(tmp_path, count=2, share_bytes=2 * CHUNK_BYTES)
+    shelves.open()
+    assert shelves.write("other")
+    assert shelves.write("parent")
+    assert shelves.write("child", "parent")
+    assert (shelves.where("parent"), shelves.where("child")) == (1, 0)
+    forget_in_index(shelves, "child")
+    shelves.restart()  # Sweeps the first directory before the second one is open.
+    assert shelves.holds("parent", "child") == [True, True]
+    for name in range(4):
+        assert shelves.write(name)
+        parent, child = shelves.holds("parent", "child")
+        assert parent or not child, "a parent left before its child"
+    assert shelves.holds("parent", "child") == [False, False]
+    shelves.check()
+    shelves.close()
 
 
 def test_what_is_being_placed_makes_no_room_for_itself(tmp_path: Path) -> None:

@@ -150,6 +150,8 @@ class DiskTier:
                 table.take(key)
                 volume.held_bytes -= cold[1].nbytes
         volume.take_up(found)
+        for record in list(self.index):
+            self._bring(record.entry.parent)  # What is cold leaves first, so no parent may be.
         self.trim()
 
     def take_in(self, number: int, scanned: Scanned) -> None:
@@ -163,8 +165,7 @@ class DiskTier:
             else:
                 volume.held_bytes += row.nbytes
                 volume.note_added(row)
-                if row.parent is not None:
-                    self._bring(row.parent)  # Or it would leave first, coldest as it is.
+                self._bring(row.parent)
                 self._enter(number, row)
 
     def unknown(self, number: int, files: Sequence[FileInfo]) -> list[FileInfo]:
@@ -300,10 +301,9 @@ class DiskTier:
     def _is_hot(self, key: ChunkKey) -> bool:
         return self.index.get(key) is not None
 
-    def _bring(self, key: ChunkKey) -> None:
+    def _bring(self, above: ChunkKey | None) -> None:
         """Make records of a chunk and its ancestors that are cold, the first one first."""
         line: list[tuple[int, Row]] = []
-        above: ChunkKey | None = key
         while above is not None and (taken := self._cold.take(above)) is not None:
             line.append(taken)
             above = taken[1].parent
