@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from kvtier.errors import CodecError, ConfigError
 from kvtier_engine.attention.paged import plan_attention
 from kvtier_engine.kv_pool import KVPool
 from kvtier_engine.options import BUNDLED_MODEL, DeviceChoice
-from kvtier_engine.quality.measure import BLOCK_TOKENS, PIECE_TOKENS, Bench
+from kvtier_engine.quality.measure import BLOCK_TOKENS, PASSES, Bench
 from kvtier_engine.quality.metrics import compare, summarise
 from kvtier_engine.quality.results import Figures, Mode
 from kvtier_engine.quality.study import Study
@@ -28,6 +29,7 @@ from kvtier_engine.weights.load import kv_layout
 from tests.lib.quality_setup import (
     CONTINUATION_TOKENS,
     PREFIX_TOKENS,
+    BendingCodec,
     ForgetfulCodec,
     NarrowCodec,
     NoisyCodec,
@@ -94,15 +96,26 @@ def test_storage_is_what_whole_sequences_say(tiny: Tiny) -> None:
 
 
 def test_in_place_is_what_whole_sequences_say(tiny: Tiny) -> None:
-    own, other = random_ids(FED_TOKENS + 1, 3), random_ids(FED_TOKENS, 4)
-    codec = OtherTextCodec(pool_of(tiny, other))
-    figures = measured(tiny, windows_of(own), Mode.IN_PLACE, codec)[0].figures
-    pieces = []
-    for start in range(PREFIX_TOKENS, FED_TOKENS, PIECE_TOKENS):
-        swapped = list(other[:start] + own[start : start + PIECE_TOKENS])
-        pieces.append(reference_logits(tiny.config, tiny.tensors, swapped)[start:])
-    assert_same(figures, expected_figures(tiny, own, torch.cat(pieces)))
-    assert figures.kl_mean > 0.1
+    own = random_ids(FED_TOKENS + 1, 3)
+    layers = tiny.loaded.config.layer_count
+    result = measured(tiny, windows_of(own), Mode.IN_PLACE, BendingCodec(), passes=layers)[0]
+    ids = list(own[:FED_TOKENS])
+    changed = reference_logits(tiny.config, tiny.tensors, ids, BendingCodec.bend)
+    assert_same(result.figures, expected_figures(tiny, own, changed[PREFIX_TOKENS:]))
+    assert result.figures.kl_mean > 0.01
+
+
+def test_in_place_comes_to_rest_after_a_pass_per_layer(tiny: Tiny) -> None:
+    windows = windows_of(random_ids(FED_TOKENS + 1, 4))
+    layers = tiny.loaded.config.layer_count
+    by_passes = {
+        passes: measured(tiny, windows, Mode.IN_PLACE, BendingCodec(), passes=passes)[0]
+        for passes in (1, PASSES, layers, layers + 2)
+    }
+    at_rest = by_passes[layers].figures
+    assert by_passes[layers + 2].figures == at_rest
+    assert by_passes[1].figures != at_rest
+    assert by_passes[PASSES].figures.kl_mean == pytest.approx(at_rest.kl_mean, rel=0.1)
 
 
 @MODES
@@ -124,7 +137,7 @@ def test_more_noise_is_worse(tiny: Tiny, mode: Mode) -> None:
     results = measured(tiny, windows, mode, *(NoisyCodec(share) for share in shares))
     kls = [each.figures.kl_mean for each in results]
     assert kls == sorted(kls)
-    assert 0.0 < kls[0] < 1e-4 < kls[3]
+    assert 0.0 < kls[0] < 1e-3 < kls[3]
     agreements = [each.figures.top1_percent for each in results]
     assert agreements == sorted(agreements, reverse=True)
     for each, expected in zip(results, (60.0, 40.0, 20.0, 0.0), strict=True):
@@ -132,15 +145,18 @@ def test_more_noise_is_worse(tiny: Tiny, mode: Mode) -> None:
             assert db == pytest.approx(expected, abs=1.0)
 
 
-def test_in_place_packs_each_piece_once_and_in_order(tiny: Tiny) -> None:
+def test_in_place_packs_what_the_pass_before_wrote(tiny: Tiny) -> None:
     codec = RecordingCodec()
-    measured(tiny, windows_of(random_ids(FED_TOKENS + 1, 9)), Mode.IN_PLACE, codec)
-    per_piece = PIECE_TOKENS // BLOCK_TOKENS
-    pieces = [
-        tuple(range(start, start + per_piece))
-        for start in range(0, FED_TOKENS // BLOCK_TOKENS, per_piece)
-    ]
-    assert codec.packed == codec.unpacked == pieces
+    windows = windows_of(random_ids(FED_TOKENS + 1, 9))
+    measured(tiny, windows, Mode.IN_PLACE, codec, passes=3)
+    exact, packed, fresh = (chunk_blocks(start) for start in (0, 32, 64))
+    assert codec.packed == exact + fresh + fresh
+    assert codec.unpacked == 3 * packed
+
+
+def chunk_blocks(first: int) -> list[tuple[int, ...]]:
+    """Blocks of the two chunks of a window that starts at a block."""
+    return [tuple(range(start, start + 16)) for start in (first, first + 16)]
 
 
 @MODES
@@ -295,7 +311,7 @@ def test_without_torch_the_command_is_listed_and_says_what_it_needs() -> None:
         for arguments in (["--help"], ["quality"])
     )
     assert listed.returncode == 0, listed.stderr
-    assert "quality  Measure what KV codecs cost" in listed.stdout
+    assert re.search("quality +Measure what KV codecs cost", listed.stdout)
     assert asked.returncode == 1
     assert asked.stderr == ('error: kvtier quality needs torch: pip install "kvtier[torch]"\n'), (
         asked.stderr

@@ -12,7 +12,7 @@ from kvtier.errors import CodecError
 from kvtier.interfaces import PagedPool
 from kvtier.types import Move, Part, ShardLayout
 from kvtier_engine.kv_pool import KVPool
-from kvtier_engine.quality.measure import Bench
+from kvtier_engine.quality.measure import PASSES, Bench
 from kvtier_engine.quality.results import Mode, Result
 from kvtier_engine.quality.windows import Windows
 from kvtier_engine.weights.load import LoadedModel, load_model
@@ -41,8 +41,10 @@ def windows_of(*token_ids: tuple[int, ...]) -> Windows:
     return Windows(PREFIX_TOKENS, CONTINUATION_TOKENS, token_ids)
 
 
-def measured(tiny: Tiny, windows: Windows, mode: Mode, *codecs: RawCodec) -> list[Result]:
-    bench = Bench(tiny.loaded, windows, mode)
+def measured(
+    tiny: Tiny, windows: Windows, mode: Mode, *codecs: RawCodec, passes: int = PASSES
+) -> list[Result]:
+    bench = Bench(tiny.loaded, windows, mode, passes=passes)
     results, skipped = bench.measure([bench.prepare(codec) for codec in codecs], lambda _: None)
     assert not skipped
     return results
@@ -64,18 +66,30 @@ class NoisyCodec(RawCodec):
             view[list(move.block_ids)] = rows * (1 + self._share * noise)
 
 
+class BendingCodec(RawCodec):
+    """Changes each value by a smooth function of it, so that rounding cannot tip it over."""
+
+    @staticmethod
+    def bend(rows: torch.Tensor) -> torch.Tensor:
+        return rows + 0.1 * torch.sin(3 * rows)
+
+    def unpack(self, payload: memoryview, pool: PagedPool, move: Move) -> None:
+        super().unpack(payload, pool, move)
+        for view in moved_views(pool, move):
+            view[list(move.block_ids)] = self.bend(view[list(move.block_ids)])
+
+
 class OtherTextCodec(RawCodec):
-    """Gives back the KV of another text, which lies in ``other`` at the same blocks."""
+    """Gives back the first chunk of another text, which lies in ``other`` from block 0 on."""
 
     def __init__(self, other: KVPool) -> None:
         super().__init__()
         self._other = other
 
     def unpack(self, payload: memoryview, pool: PagedPool, move: Move) -> None:
-        for view, found in zip(
-            moved_views(pool, move), moved_views(self._other, move), strict=True
-        ):
-            view[list(move.block_ids)] = found[list(move.block_ids)]
+        pairs = zip(moved_views(pool, move), moved_views(self._other, move), strict=True)
+        for view, found in pairs:
+            view[list(move.block_ids)] = found[: len(move.block_ids)]
 
 
 class ForgetfulCodec(RawCodec):

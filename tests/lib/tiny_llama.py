@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -129,14 +130,22 @@ def rope_frequencies(config: dict[str, Any]) -> list[float]:
     return result
 
 
-def reference_logits(config: dict[str, Any], tensors: Tensors, ids: list[int]) -> torch.Tensor:
-    """Logits ``[tokens, vocab]`` of a whole sequence, float64."""
+def reference_logits(
+    config: dict[str, Any],
+    tensors: Tensors,
+    ids: list[int],
+    change_kv: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
+) -> torch.Tensor:
+    """Logits ``[tokens, vocab]`` of a whole sequence, float64.
+
+    ``change_kv`` is done to every key (after its rotation) and value before attention reads it.
+    """
     weights = {name: tensor.double() for name, tensor in tensors.items()}
     hidden = weights["model.embed_tokens.weight"][ids]
     for index in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{index}."
         normed = _norm(config, hidden, weights[f"{prefix}input_layernorm.weight"])
-        hidden = hidden + _attention(config, weights, f"{prefix}self_attn.", normed)
+        hidden = hidden + _attention(config, weights, f"{prefix}self_attn.", normed, change_kv)
         normed = _norm(config, hidden, weights[f"{prefix}post_attention_layernorm.weight"])
         gate = _linear(weights, f"{prefix}mlp.gate_proj", normed)
         up = _linear(weights, f"{prefix}mlp.up_proj", normed)
@@ -197,7 +206,11 @@ def _rotate(config: dict[str, Any], head: torch.Tensor) -> torch.Tensor:
 
 
 def _attention(
-    config: dict[str, Any], weights: Tensors, prefix: str, normed: torch.Tensor
+    config: dict[str, Any],
+    weights: Tensors,
+    prefix: str,
+    normed: torch.Tensor,
+    change_kv: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     dim, heads = config["head_dim"], config["num_attention_heads"]
     group = heads // config["num_key_value_heads"]
@@ -208,9 +221,9 @@ def _attention(
     for head in range(heads):
         own = slice(head * dim, (head + 1) * dim)
         shared = slice(head // group * dim, (head // group + 1) * dim)
-        scores = _rotate(config, query[:, own]) @ _rotate(config, key[:, shared]).T
+        scores = _rotate(config, query[:, own]) @ change_kv(_rotate(config, key[:, shared])).T
         scores = scores / math.sqrt(dim)
         future = torch.ones(len(normed), len(normed), dtype=torch.bool).triu(1)
         scores = scores.masked_fill(future, -math.inf)
-        outputs.append(scores.softmax(dim=-1) @ value[:, shared])
+        outputs.append(scores.softmax(dim=-1) @ change_kv(value[:, shared]))
     return _linear(weights, f"{prefix}o_proj", torch.cat(outputs, dim=1))

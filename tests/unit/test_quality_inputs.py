@@ -44,8 +44,8 @@ def test_default_windows_have_the_documented_shapes() -> None:
     assert (storage.prefix_tokens, storage.continuation_tokens) == (1536, 512)
     assert len(storage.token_ids) == 4
     in_place = cut(12_000, TOKENS_DEFAULT[Mode.IN_PLACE], mode=Mode.IN_PLACE)
-    assert (in_place.prefix_tokens, in_place.continuation_tokens) == (256, 768)
-    assert len(in_place.token_ids) == 4
+    assert (in_place.prefix_tokens, in_place.continuation_tokens) == (256, 512)
+    assert len(in_place.token_ids) == 2
 
 
 @given(

@@ -24,13 +24,14 @@ class RoundTrip:
         self._writers = shard_writers(layout, first, _WORKERS)
         self._slots = {shard: bytearray(size) for shard, size in first.sizes.items()}
 
-    def run(self, source: KVPool, target: KVPool, chunks: range) -> None:
-        """Pack chunks of ``source`` and unpack them into ``target``, which may be the same pool.
+    def run(self, pool: KVPool, source: range, target: range, chunks: range) -> None:
+        """Pack chunks from the blocks ``source`` and unpack them into the blocks ``target``.
 
-        Both hold one sequence in all of their blocks, from its first token on. Raises
-        ``CodecError`` for values that the codec refuses.
+        Both hold one sequence from its first token on. Raises ``CodecError`` for values that the
+        codec refuses.
         """
-        blocks = Blocks(0, (tuple(range(source.block_count)),), source.block_tokens)
+        origin = Blocks(0, (tuple(source),), pool.block_tokens)
+        goal = Blocks(0, (tuple(target),), pool.block_tokens)
         for chunk in chunks:
             shape = self._shapes[min(chunk, 1)]
             for move in store_moves(
@@ -38,21 +39,21 @@ class RoundTrip:
                 shape,
                 self._writers,
                 chunk=chunk,
-                blocks=blocks,
+                blocks=origin,
                 slots=self._slot,
             ):
-                self._codec.pack(source, move, self._payload(move.shard, move.payload_offset))
+                self._codec.pack(pool, move, self._payload(move.shard, move.payload_offset))
             for move in load_moves(
                 self._layout,
                 shape,
                 _WORKERS,
                 chunk=chunk,
                 groups=frozenset({0}),
-                blocks=blocks,
+                blocks=goal,
                 slots=self._slot,
                 sections=lambda shard: range(self._shapes[0].layouts[shard].sections),
             ):
-                self._codec.unpack(self._payload(move.shard, move.payload_offset), target, move)
+                self._codec.unpack(self._payload(move.shard, move.payload_offset), pool, move)
 
     def _slot(self, shard: ShardId) -> Slot:
         return Slot(0, len(self._slots[shard]))

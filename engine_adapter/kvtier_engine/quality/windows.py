@@ -16,10 +16,10 @@ from kvtier.constants import CHUNK_TOKENS_DEFAULT
 from kvtier.errors import ConfigError
 from kvtier_engine.quality.results import Mode
 
-#: Prefix and continuation of a window. In place all tokens are packed, so most can be compared.
-SHAPES: Final = {Mode.STORAGE: (1536, 512), Mode.IN_PLACE: (256, 768)}
+#: Prefix and continuation of a window. In place, a token costs more.
+SHAPES: Final = {Mode.STORAGE: (1536, 512), Mode.IN_PLACE: (256, 512)}
 #: Tokens fed by default, all windows together.
-TOKENS_DEFAULT: Final = {Mode.STORAGE: 8192, Mode.IN_PLACE: 4096}
+TOKENS_DEFAULT: Final = {Mode.STORAGE: 8192, Mode.IN_PLACE: 1536}
 #: Positions that a window compares at least.
 CONTINUATION_TOKENS_MIN: Final = 64
 WINDOW_TOKENS_MIN: Final = CHUNK_TOKENS_DEFAULT + CONTINUATION_TOKENS_MIN
