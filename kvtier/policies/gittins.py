@@ -14,20 +14,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import heappop, heappush
-from math import floor, inf, log2, nan, nextafter
+from math import floor, log2, nan
 from typing import Final
 
 from kvtier.errors import ConfigError
 from kvtier.policies.blocks import COUNT, GHOST, HELD, LOST, NONE, SHARED, Blocks
 from kvtier.policies.groups import LOST_BIN, Groups
-from kvtier.policies.reuse import BUCKETS, EDGES_S, ReuseTimes, bucket_of
+from kvtier.policies.reuse import (
+    BUCKET_S_MIN,
+    BUCKETS,
+    BUCKETS_PER_OCTAVE,
+    EDGES_S,
+    ReuseTimes,
+    bucket_of,
+)
 from kvtier.types import ChunkKey, Entry, Features, Hint
 
 #: Ghosts kept: as many as blocks are held, and at least this many.
 GHOSTS_MIN: Final = 65_536
-# Index tables are computed anew after this many accesses, more often at the start.
+# Index tables are computed anew after so many accesses: few at first, at last a share of them all.
 _LEARN_ACCESSES_FIRST: Final = 256
 _LEARN_ACCESSES: Final = 8192
+_LEARN_ACCESSES_MAX: Final = 65_536
+_LEARN_SHARE: Final = 64
+# An instant takes at least this long, so that accesses have an order where the clock has none.
+_INSTANT_S_MIN: Final = BUCKET_S_MIN
+# Little experience says nothing of small differences: at first what was used last is preferred,
+# by this power of the age, and half as much after so many accesses.
+_RECENCY_POWER: Final = 0.5
+_RECENCY_ACCESSES: Final = 2000
 # A ranking of the bins by age serves until this share of the held blocks has left.
 _RANKING_SHARE: Final = 512
 _NEW_BINS_MAX: Final = 4096
@@ -48,8 +63,7 @@ class Gittins:
     """An ``EvictionPolicy``. Owned by its tier and called under the tier's lock.
 
     ``pinned`` tells which chunks must not leave now. Accesses to one key at one instant are one
-    access. A chunk that is admitted at the instant of a touch has the features of that touch, else
-    those of its parent, until it is touched itself.
+    access, with the features of the last. An admission is an access.
     """
 
     def __init__(self, capacity_bytes: int, pinned: Callable[[ChunkKey], bool]) -> None:
@@ -65,10 +79,10 @@ class Gittins:
         self._clock = nan
         self._accesses = 0
         self._learn_at = _LEARN_ACCESSES_FIRST
-        # The features of the latest touch, and its instant.
+        self._accesses_total = 0
+        # The features of the latest access.
         self._features: Features | None = None
         self._code = 0
-        self._touched_at = nan
         # The bucket of the time since ``_bucket_for``: a request finds many of one age.
         self._bucket_for = nan
         self._bucket = 0
@@ -83,7 +97,7 @@ class Gittins:
         self._path: dict[int, tuple[int, int]] = {}
 
     def worth(self, entry: Entry) -> float:
-        """Return what a hit on the entry saves, per byte, in any unit. Subclasses may differ."""
+        """Return what a hit on the entry saves, per byte. Subclasses may differ."""
         return 1.0 / max(entry.nbytes, 1)
 
     def admit(self, entry: Entry, now: float) -> list[ChunkKey] | None:
@@ -115,11 +129,8 @@ class Gittins:
             return
         if now != self._clock:
             self._advance(now)
-        self._touched_at = now
         if features is not self._features:
-            self._features = features
-            turn = _TURNS[min(max(features.turn, 1), len(_TURNS)) - 1]
-            self._code = turn * 3 + _HINTS[features.hint]
+            self._note_features(features)
         self._access(row, self._code)
 
     def remove(self, key: ChunkKey) -> None:
@@ -164,14 +175,18 @@ class Gittins:
                 raise AssertionError(f"row {row}: its children are not what is held")
         groups.check_integrity(held)
 
+    def _note_features(self, features: Features) -> None:
+        self._features = features
+        turn = _TURNS[min(max(features.turn, 1), len(_TURNS)) - 1]
+        self._code = turn * 3 + _HINTS[features.hint]
+
     def _advance(self, now: float) -> None:
-        """Begin a new instant. Time that stands still or runs backwards counts as no time."""
+        """Begin a new instant. Time that stands still or runs backwards counts as little time."""
         elapsed = now - self._clock
         self._clock = now
         groups = self._groups
-        later = nextafter(groups.now, inf)
         # A jump beyond all buckets says no more than one into the last, and costs no precision.
-        groups.now = max(groups.now + min(elapsed, EDGES_S[-1]), later) if elapsed > 0.0 else later
+        groups.now += min(elapsed, EDGES_S[-1]) if elapsed > _INSTANT_S_MIN else _INSTANT_S_MIN
         self._bucket_for = nan
         self._end_path()
         if self._ranking_left <= 0 or len(groups.new_bins) > _NEW_BINS_MAX:
@@ -179,8 +194,10 @@ class Gittins:
             groups.new_bins.clear()  # The next ranking looks at all bins.
         if self._accesses >= self._learn_at:
             self._times.learn(self._accesses, groups.now)
+            self._accesses_total += self._accesses
             self._accesses = 0
-            self._learn_at = min(2 * self._learn_at, _LEARN_ACCESSES)
+            share = min(self._accesses_total // _LEARN_SHARE, _LEARN_ACCESSES_MAX)
+            self._learn_at = max(share, min(2 * self._learn_at, _LEARN_ACCESSES))
             self._scores.clear()
             self._ranking.clear()
 
@@ -254,12 +271,10 @@ class Gittins:
         blocks.level[row] = self._level(entry)
         self._held_count += 1
         self.used_bytes += entry.nbytes
-        parent, code = blocks.parent[row], 0
-        if self._clock == self._touched_at:
-            code = self._code  # What comes in at the instant of a touch is of the same request.
-        elif parent >= 0 and blocks.state[parent] & HELD:
-            code = blocks.kind[parent] % _PER_COUNT // 2
-        self._access(row, code)
+        if entry.features is not self._features:
+            self._note_features(entry.features)
+        self._access(row, self._code)
+        parent = blocks.parent[row]
         if parent >= 0 and blocks.group[parent] != blocks.group[row]:
             self._groups.refile_if_deepest(parent)
 
@@ -349,7 +364,9 @@ class Gittins:
         if where == LOST_BIN:
             return -1.0
         level, at = divmod(where, _KINDS * BUCKETS)
-        return self._times.index[at] * float(2.0 ** (level / 2))
+        power = _RECENCY_POWER / (1.0 + self._accesses_total / _RECENCY_ACCESSES)
+        octaves = level / 2 - power * (at % BUCKETS) / BUCKETS_PER_OCTAVE
+        return self._times.index[at] * float(2.0**octaves)
 
     def _bury(self, row: int) -> None:
         """Make a ghost of a row that was plucked."""

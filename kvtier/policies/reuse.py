@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 #: Buckets: ``BUCKET_S_MIN * (2 ** (i / BUCKETS_PER_OCTAVE) - 1)`` is the lower edge of bucket i.
 BUCKETS: Final = 72
 BUCKETS_PER_OCTAVE: Final = 2.5
-BUCKET_S_MIN: Final = 0.05
+BUCKET_S_MIN: Final = 0.05 / 64
 EDGES_S: Final = tuple(
     BUCKET_S_MIN * (2 ** (i / BUCKETS_PER_OCTAVE) - 1) for i in range(BUCKETS + 1)
 )

@@ -78,10 +78,10 @@ def test_hints_mean_what_followed_them(comes_back: Hint) -> None:
     assert late_hits > 0.6 * 5000
 
 
-def test_features_of_a_touch_hold_for_what_comes_in_at_that_instant() -> None:
-    """And a second access at one instant is none: a scan stays a scan."""
+def test_a_second_access_at_one_instant_is_none() -> None:
+    """A scan whose blocks are admitted and touched, even thrice, stays a scan."""
     once, twice = (Gittins(10, lambda _: False) for _ in range(2))
-    for policy, touches in ((once, 1), (twice, 3)):
+    for policy, touches in ((once, 0), (twice, 3)):
         for turn in range(3000):
             entry = Entry(chunk_key(turn), None, 1, 0)
             assert policy.admit(entry, float(turn)) is not None
@@ -90,6 +90,42 @@ def test_features_of_a_touch_hold_for_what_comes_in_at_that_instant() -> None:
         policy.check_integrity()
     entry = Entry(chunk_key("last"), None, 10, 0)
     assert once.admit(entry, 3000.0) == twice.admit(entry, 3000.0)
+
+
+def test_a_first_turn_brings_its_hint_with_the_entry() -> None:
+    """What is stored and never touched is told apart: the session that goes on keeps its place."""
+    policy, held = Gittins(30, lambda _: False), set[ChunkKey]()
+    hits = 0
+
+    def admit(name: int, now: float, features: Features) -> None:
+        nonlocal held
+        victims = policy.admit(Entry(chunk_key(name), None, 1, 0, features), now)
+        assert victims is not None
+        held = (held - set(victims)) | {chunk_key(name)}
+
+    for turn in range(8000):
+        hint = (Hint.WILL_CONTINUE, Hint.DONE)[turn % 2]
+        admit(turn, float(turn), Features(hint=hint))
+        if hint is Hint.WILL_CONTINUE and turn >= 40:
+            hits += chunk_key(turn - 40) in held and turn > 4000
+            if chunk_key(turn - 40) not in held:
+                admit(turn - 40, turn + 0.5, PLAIN)
+            else:
+                policy.touch(chunk_key(turn - 40), turn + 0.5, PLAIN)
+    assert hits > 0.9 * 2000
+
+
+def test_equal_times_are_told_apart() -> None:
+    """A clock that stands still leaves the order of accesses: sessions one after the other hit."""
+    hits = {}
+    for policy in (LRU(10, lambda _: False), Gittins(10, lambda _: False)):
+        cache = Cache(policy)
+        for session in range(800):
+            for turn in range(4):
+                for depth in range(turn + 1):
+                    cache.access((session, depth), 7.0 + (session * 4 + turn) * 1e-6)
+        hits[type(policy)] = cache.hit_count
+    assert hits[Gittins] >= hits[LRU] > 0
 
 
 def test_a_prefix_that_branches_outlives_single_paths() -> None:
