@@ -60,6 +60,15 @@ def register(memory: memoryview) -> bool:
     return True
 
 
+def locked(address: int, nbytes: int) -> bool:
+    """Tell whether kernels of this process reach ``nbytes`` bytes from ``address`` on."""
+    with _lock:
+        return any(
+            start <= address and address + nbytes <= start + held.nbytes
+            for start, held in _locked.items()
+        )
+
+
 def unregister(memory: memoryview) -> None:
     """Undo one ``register`` that returned True, once this caller's copies are done."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -14,7 +14,10 @@ from kvtier.registry import import_problem
 from kvtier.types import CodecTraits, Move, Part, ShardLayout
 
 if TYPE_CHECKING:
+    import torch
+
     from kvtier_kernels.raw import LayerViews, Span
+    from kvtier_kernels.transfer.stripes import Shape, Stripe
 
 
 class Kernel(Protocol):
@@ -29,6 +32,9 @@ class Kernel(Protocol):
         self, source: memoryview, layers: Sequence[LayerViews], span: Span, stream: int
     ) -> None:
         """Unpack the span's rows from ``source``, one section, into the pool."""
+
+    def stripes(self, shape: Shape) -> list[Stripe]:
+        """What kernels on a GPU move of a section."""
 
 
 class PagedCodec(ABC):
@@ -77,6 +83,11 @@ class PagedCodec(ABC):
             with as_our_error(move):
                 kernel.unpack(planes, layers, span, pool.stream)
 
+    def stripes(self, move: Move, section: int, device: torch.device) -> list[Stripe]:
+        """What kernels on ``device`` move of one section of the move."""
+        with as_our_error(move):
+            return self._kernel().stripes(section_shape(move.layout, section, device))
+
     def _kernel(self) -> Kernel:
         try:
             return self._import_kernel()
@@ -93,7 +104,7 @@ class PagedCodec(ABC):
         for section in range(move.first_section, stop):
             start = section_offset(self, move.layout, section)
             end = start + self.section_bytes(move.layout, section)
-            yield payload[start:end], _layers(pool, move, section)
+            yield payload[start:end], section_layers(pool, move, section)
 
 
 def section_bytes(layout: ShardLayout, section: int, row_bytes: Callable[[int], int]) -> int:
@@ -101,6 +112,18 @@ def section_bytes(layout: ShardLayout, section: int, row_bytes: Callable[[int], 
     planes = len(layout.section_layer_range(section)) * layout.kv_heads
     dims = [dim for dim in (layout.k_dim, layout.v_dim) if dim]
     return planes * layout.tokens * sum(map(row_bytes, dims))
+
+
+def section_shape(layout: ShardLayout, section: int, device: torch.device) -> Shape:
+    """A section, as kernels are told."""
+    import torch
+
+    from kvtier_kernels.transfer.stripes import Shape
+
+    dims = (layout.k_dim, layout.v_dim) if layout.v_dim else (layout.k_dim,)
+    layers = len(layout.section_layer_range(section))
+    dtype: torch.dtype = getattr(torch, layout.dtype)
+    return Shape(layers, layout.kv_heads, layout.tokens, dims, dtype, device)
 
 
 def move_span(move: Move) -> Span:
@@ -119,7 +142,7 @@ def move_span(move: Move) -> Span:
     )
 
 
-def _layers(pool: PagedPool, move: Move, section: int) -> list[LayerViews]:
+def section_layers(pool: PagedPool, move: Move, section: int) -> list[LayerViews]:
     """The pool's views of a section's layers, checked against the shard's dims and dtype."""
     views: list[LayerViews] = []
     for layer in move.layout.section_layer_range(section):
@@ -132,7 +155,7 @@ def _layers(pool: PagedPool, move: Move, section: int) -> list[LayerViews]:
 
 def pool_view(pool: PagedPool, move: Move, layer: int, part: Part) -> Any:
     """One layer of the pool as a tensor; ``LayoutError`` unless it fits the move's shard."""
-    tensor = _tensor(pool.layer_view(move.shard.group, layer, part))
+    tensor = as_tensor(pool.layer_view(move.shard.group, layer, part))
     dim = move.layout.k_dim if part is Part.K else move.layout.v_dim
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype != move.layout.dtype or tensor.shape[-1] != dim:
@@ -143,7 +166,8 @@ def pool_view(pool: PagedPool, move: Move, layer: int, part: Part) -> Any:
     return tensor
 
 
-def _tensor(view: object) -> Any:
+def as_tensor(view: object) -> Any:
+    """A pool's view as a tensor, of the same memory."""
     import torch
 
     if isinstance(view, torch.Tensor):

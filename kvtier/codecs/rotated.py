@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvtier_kernels.rotated import Centre
+    from kvtier_kernels.transfer.stripes import Stripe
 
 #: Hex digits of a calibration's digest in a codec's name.
 CALIBRATION_ID_DIGITS: Final = 16
@@ -48,6 +49,9 @@ SINK_TOKENS: Final = 4
 _DTYPES: Final = ("float32", "float16", "bfloat16")
 #: Tables of cosine and sine that are kept: those of the chunks being moved, a few hundred KiB each.
 _TURNS_KEPT: Final = 16
+#: The same on a GPU, where making them afresh would cost more than the move: for contexts of 64 Ki
+#: tokens in chunks of 256, 64 MiB.
+_DEVICE_TURNS_KEPT: Final = 256
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,18 @@ class RotatedCodec:
         cosine, sine = _turns(rotary, move.position_start, layout.tokens, layout.k_dim)
         return Centre(from_numpy(mean.copy()), from_numpy(rotary.partner(mean)), cosine, sine)
 
+    def stripes(self, move: Move, section: int, device: torch.device) -> list[Stripe]:
+        """What kernels on ``device`` move of one section of the move."""
+        one = replace(move, first_section=section, section_count=1)
+        return _SectionCodec(self, one).stripes(one, section, device)
+
+    def turns(self, move: Move, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Cosines and sines of all of the chunk's rows on ``device``; None without calibration."""
+        if self.calibration is None:
+            return None
+        rotary = self.calibration.rotaries[move.shard.group]
+        return _turns_on(rotary, move.position_start, move.layout.tokens, move.layout.k_dim, device)
+
     def _by_section(self, move: Move) -> Iterator[Move]:
         """The move, one section at a time: each has a mean of its own."""
         stop = move.first_section + move.section_count
@@ -217,3 +233,12 @@ def _turns(
 
     cosine, sine = rotary.turns(position_start, tokens, dim)
     return from_numpy(cosine), from_numpy(sine)
+
+
+@lru_cache(maxsize=_DEVICE_TURNS_KEPT)
+def _turns_on(
+    rotary: Rotary, position_start: int, tokens: int, dim: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``_turns`` on a device, there when this returns."""
+    cosine, sine = _turns(rotary, position_start, tokens, dim)
+    return cosine.to(device), sine.to(device)

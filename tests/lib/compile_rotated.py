@@ -48,7 +48,7 @@ def stripes() -> Iterator[tuple[str, str, Stripe]]:
         form = Format(dim, dim, code, code, 2)
         section = form.section(4, 8, TOKENS, 0)
         yield f"rotated-{code.name}", dtype, rotated.stripes(form, section, TOKENS, cpu, some)[0]
-    shape = Shape(4, 8, TOKENS, (128, 128), torch.bfloat16)
+    shape = Shape(4, 8, TOKENS, (128, 128), torch.bfloat16, cpu)
     for kernel in (fp8, grouped, lossless, raw):
         name = kernel.__name__.rpartition(".")[2]
         yield name, "bfloat16", kernel.stripes(shape)[0]

@@ -17,8 +17,12 @@ from kvtier_kernels.rotated import paged
 from kvtier_kernels.rotated.centre import Centre
 from kvtier_kernels.rotated.fields import Packed, matching, room, sink_count, sink_span
 from kvtier_kernels.rotated_format import PIECE_DIM_MAX, Format
+from kvtier_kernels.transfer.stripes import Means, Shape, Stripe
 
 __all__ = ["Centre", "Engine", "RotatedKernel"]
+
+#: Rows of a kernel's tile where only sink tokens move: a power of two.
+_SINK_ROWS: Final = 4
 
 _DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -62,6 +66,23 @@ class RotatedKernel:
     form: Format
     sink_tokens: int = 0
     centre: Centre | None = None
+
+    def stripes(self, shape: Shape) -> list[Stripe]:
+        """What kernels move of a section, in this order: the sink tokens last."""
+        from kvtier_kernels.raw.triton import copied
+        from kvtier_kernels.rotated import triton
+
+        section = self.form.section(shape.layers, shape.kv_heads, shape.tokens, self.sink_tokens)
+        means = None
+        if self.centre is not None:
+            mean, partner = self.centre.mean, self.centre.partner
+            means = Means(mean.to(shape.device), partner.to(shape.device))
+        made = triton.stripes(self.form, section, shape.tokens, shape.device, means)
+        made[0] = replace(made[0], pads=section.pads)
+        if self.sink_tokens:
+            for part, area in enumerate(section.sinks):
+                made.append(copied(part, area, self.form.part_dims[part], _SINK_ROWS))
+        return made
 
     def pack(
         self, layers: Sequence[LayerViews], span: Span, target: memoryview, stream: int = 0

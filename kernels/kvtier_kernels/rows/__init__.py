@@ -216,8 +216,9 @@ def _section(
     layers: Sequence[LayerViews], span: Span, section: memoryview, row_bytes: RowBytes
 ) -> Packed:
     raw.check_span(layers, span)
+    first = layers[0][0]
     dims = tuple(part.shape[3] for part in layers[0] if part is not None)
-    shape = Shape(len(layers), span.kv_heads, span.tokens, dims, layers[0][0].dtype)
+    shape = Shape(len(layers), span.kv_heads, span.tokens, dims, first.dtype, first.device)
     packed = packed_form(shape, row_bytes)
     if not section.c_contiguous or section.nbytes != packed.nbytes:
         raise ValueError(f"a contiguous section has {packed.nbytes} bytes, not {section.nbytes}")

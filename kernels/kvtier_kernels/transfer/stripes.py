@@ -35,13 +35,17 @@ Table = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A section: its layers, and of each of them heads, rows and the dims of K and V (if any)."""
+    """A section: its layers, and of each of them heads, rows and the dims of K and V (if any).
+
+    ``device`` is where kernels move it.
+    """
 
     layers: int
     kv_heads: int
     tokens: int
     dims: tuple[int, ...]
     dtype: torch.dtype
+    device: torch.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,7 @@ class Stripe:
     stripe: all, or only the first ones; ``column_bytes`` is where its columns start in them.
     ``pack`` and ``unpack`` are what ``kernel`` calls on a tile. ``arguments`` follow what every
     kernel takes; ``constants`` and ``options`` go by name. ``means`` belong to the section's
-    layers, if it is centred.
+    layers, if it is centred. ``pads`` are bytes of the section that no stripe has; they are zero.
     """
 
     part: int
@@ -109,6 +113,7 @@ class Stripe:
     arguments: tuple[Any, ...] = ()
     column_bytes: int = 0
     means: Means | None = None
+    pads: tuple[tuple[int, int], ...] = ()
 
     def count(self, cut: Cut) -> int:
         """How many of the rows that move have this stripe."""
@@ -135,13 +140,25 @@ def job_rows(stripe: Stripe, views: Sequence[torch.Tensor], cut: Cut) -> Table:
     return rows
 
 
-def pool_alignment(stripe: Stripe, views: Sequence[torch.Tensor]) -> int:
-    """How many bytes divide the address of every row in the pool, up to 16."""
-    steps = [stripe.column_bytes]
-    for view in views:
-        steps.append(view.data_ptr())
-        steps += [step * view.element_size() for step in view.stride()[:3]]
-    return alignment(steps)
+@dataclass(frozen=True, slots=True)
+class PoolForm:
+    """What a kernel must know of the pool's views of one part, alike in all layers.
+
+    ``align_bytes`` divide the address of every row, 16 at the most.
+    """
+
+    block_tokens: int
+    dtype: torch.dtype
+    align_bytes: int
+
+    @staticmethod
+    def of(stripe: Stripe, views: Sequence[torch.Tensor]) -> PoolForm:
+        """The form of the views of a stripe's part."""
+        steps = [stripe.column_bytes]
+        for view in views:
+            steps.append(view.data_ptr())
+            steps += [step * view.element_size() for step in view.stride()[:3]]
+        return PoolForm(views[0].shape[1], views[0].dtype, alignment(steps))
 
 
 def field_alignments(stripe: Stripe, table: Table) -> tuple[int, ...]:

@@ -34,11 +34,11 @@ from kvtier_kernels.transfer.stripes import (
     SINE,
     TOKEN_STEP,
     Cut,
+    PoolForm,
     Stripe,
     Table,
     field_alignments,
     job_rows,
-    pool_alignment,
 )
 
 #: As many programs as there are tiles.
@@ -57,7 +57,7 @@ _BLOCKS = tl.constexpr(BLOCKS)
 
 def launch(
     stripe: Stripe,
-    views: Sequence[torch.Tensor],
+    form: PoolForm,
     cut: Cut,
     jobs: tuple[Table, torch.Tensor],
     blocks: torch.Tensor,
@@ -68,15 +68,17 @@ def launch(
 ) -> None:
     """Run one stripe's kernel over ``jobs``, a table and its copy on the device.
 
-    ``views`` are the pool's of all layers in it. ``blocks`` (int64) are the block ids that the
-    table's entries point into; ``failed`` (int32) is set to 1 by a kernel that cannot pack.
+    ``form`` is that of the stripe's part in all layers of the table. ``blocks`` (int64) are the
+    block ids that the table's entries point into; ``failed`` (int32) is set to 1 by a kernel that
+    cannot pack.
     """
     table, on_device = jobs
     rows = stripe.constants["ROWS"]
     tokens = stripe.count(cut)
     tiles = triton.cdiv(tokens, rows)
     total = len(table) * cut.head_count * tiles
-    block_tokens = views[0].shape[1]
+    if not total:
+        return
     steps = [step for area in stripe.areas for step in (area.head_step, area.row_bytes)]
     steps += [0] * (2 * AREAS_MAX - len(steps))
     first, second, third = field_alignments(stripe, table)
@@ -89,13 +91,13 @@ def launch(
         cut.head_count,
         tokens,
         cut.skipped,
-        block_tokens,
+        form.block_tokens,
         *steps,
         *stripe.arguments,
         BODY=stripe.pack if packs else stripe.unpack,
-        ELEMENT=_ELEMENTS[views[0].element_size()],
-        DTYPE=str(views[0].dtype).removeprefix("torch."),
-        ALIGN=pool_alignment(stripe, views),
+        ELEMENT=_ELEMENTS[form.dtype.itemsize],
+        DTYPE=str(form.dtype).removeprefix("torch."),
+        ALIGN=form.align_bytes,
         FIRST=first,
         SECOND=second,
         THIRD=third,
@@ -126,7 +128,8 @@ def launch_section(
         table[:, COSINE], table[:, SINE] = (turn.data_ptr() for turn in turns)
     both = np.concatenate([table.reshape(-1), np.array(span.block_ids, np.int64)])
     moved = torch.from_numpy(both).to(section.device)
-    launch(stripe, views, cut, (table, moved), moved[table.size :], failed, packs=packs)
+    form = PoolForm.of(stripe, views)
+    launch(stripe, form, cut, (table, moved), moved[table.size :], failed, packs=packs)
 
 
 @triton.jit

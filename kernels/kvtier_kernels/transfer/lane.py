@@ -1,0 +1,263 @@
+"""One direction of transfers on a device: two queues of its own, and how a batch goes through them.
+
+*Direct*: a kernel's own loads and stores cross the link, one launch for all of a stripe.
+*Staged*: a kernel works between the pool and a buffer on the device, and a copy engine between that
+buffer and the host. There are two buffers: while a kernel works on one, the other is copied.
+
+    store   kernels  pack 0 | pack 1 |  pack 2 (waits for copy 0)
+            copies            copy 0 |  copy 1 | copy 2
+
+Nothing here runs on the default stream. What a lane does starts after the mark that it is given,
+and ``run`` returns, in success or failure, when all of it has ended: no late write lands in a block
+or a slot that was given to somebody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+
+from kvtier_kernels.transfer.batch import Batch, Strip
+from kvtier_kernels.transfer.stripes import Stripe, Table
+
+#: Bytes of one of a lane's two buffers; larger only where a single section is.
+STAGING_BYTES: Final = 16 << 20
+
+_LINE_BYTES: Final = 128
+
+
+class Queues(Protocol):
+    """Where a lane's work runs, in order within each of two queues."""
+
+    @property
+    def device(self) -> torch.device:
+        """The pool's device."""
+
+    def run(self, *, copies: bool) -> AbstractContextManager[object]:
+        """What is started within goes to the queue of copies, or else to that of kernels."""
+
+    def mark(self, *, copies: bool) -> Any:
+        """Name what a queue was given so far."""
+
+    def wait(self, mark: Any, *, copies: bool) -> None:
+        """Start what a queue is given from now on only when the marked work has ended."""
+
+    def finish(self) -> None:
+        """Wait until both queues are empty."""
+
+    @property
+    def handle(self) -> int:
+        """The queue of kernels, as CUDA calls it."""
+
+
+class CudaQueues:
+    """Two streams; ``urgent`` ones go before other streams' work where both could run."""
+
+    def __init__(self, device: torch.device, *, urgent: bool) -> None:
+        self._device = device
+        priority = -1 if urgent else 0
+        self._streams = tuple(
+            torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """The streams' device."""
+        return self._device
+
+    def run(self, *, copies: bool) -> AbstractContextManager[object]:
+        """Make a stream the current one."""
+        context: AbstractContextManager[object] = torch.cuda.stream(self._streams[copies])
+        return context
+
+    def mark(self, *, copies: bool) -> torch.cuda.Event:
+        """Record an event, which sleeping threads can wait for."""
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self._streams[copies])
+        return event
+
+    def wait(self, mark: torch.cuda.Event, *, copies: bool) -> None:
+        """Have a stream wait for an event."""
+        self._streams[copies].wait_event(mark)
+
+    def finish(self) -> None:
+        """Sleep until both streams are idle."""
+        for copies in (False, True):
+            self.mark(copies=copies).synchronize()
+
+    @property
+    def handle(self) -> int:
+        """The stream's handle."""
+        return int(self._streams[0].cuda_stream)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a codec's bytes cross the link in one direction.
+
+    ``programs`` bound how many multiprocessors the kernel takes. ``rows`` of a tile, ``warps`` of
+    a program and ``stages`` (tiles in flight) replace what the kernel has for itself; 0 does not.
+    """
+
+    direct: bool
+    programs: int
+    rows: int = 0
+    warps: int = 0
+    stages: int = 0
+
+    def shaped(self, stripe: Stripe) -> Stripe:
+        """The stripe with this way's tile."""
+        constants, options = dict(stripe.constants), dict(stripe.options)
+        if self.rows:
+            constants["ROWS"] = min(self.rows, _power_of_two(stripe.rows))
+        if self.stages:
+            constants["STAGES"] = self.stages
+        if self.warps:
+            options["num_warps"] = self.warps
+        return replace(stripe, constants=constants, options=options)
+
+
+class Lane:
+    """Runs batches in one direction. One thread at a time."""
+
+    def __init__(self, queues: Queues, *, packs: bool) -> None:
+        self._queues = queues
+        self._packs = packs
+        self._staging = torch.empty(0, dtype=torch.uint8)
+
+    def run(self, batch: Batch, way: Way, after: Any) -> bool:
+        """Move a batch once the marked work has ended; False: some values cannot be packed.
+
+        Returns when all is done, and raises only then too. Direct ways need payloads that kernels
+        reach, and staged ones whole sections to store. After False or an error, what the batch's
+        targets hold is undefined.
+        """
+        queues = self._queues
+        queues.wait(after, copies=False)
+        queues.wait(after, copies=True)
+        with queues.run(copies=False):
+            failed = torch.zeros(1, dtype=torch.int32, device=queues.device)
+            blocks = self._on_device(batch.blocks.reshape(-1))
+        try:
+            if way.direct:
+                self._direct(batch, way, blocks, failed)
+            else:
+                self._staged(batch, way, blocks, failed)
+        finally:
+            queues.finish()
+        if not self._packs:
+            return True
+        batch.zero_pads()
+        with queues.run(copies=False):
+            return not failed.item()
+
+    def _direct(self, batch: Batch, way: Way, blocks: torch.Tensor, failed: torch.Tensor) -> None:
+        units = batch.units
+        offsets = [place.offset for place in batch.pattern.sections]
+        bases = [int(batch.addresses[shard]) + offsets[section] for section, shard in units]
+        for strip in batch.pattern.strips:
+            self._launch(strip, way, batch, batch.table(strip, units, bases), blocks, failed)
+
+    def _staged(self, batch: Batch, way: Way, blocks: torch.Tensor, failed: torch.Tensor) -> None:
+        """Slice by slice, each in the buffer that the slice before the last has left."""
+        sizes = [_lines(place.nbytes) for place in batch.pattern.sections]
+        half = max(STAGING_BYTES, *sizes)
+        if self._staging.numel() < 2 * half:
+            with self._queues.run(copies=False):
+                self._staging = torch.empty(2 * half, dtype=torch.uint8, device=blocks.device)
+        left: list[Any] = [None, None]
+        for nth, units in enumerate(_slices(batch.units, sizes, half)):
+            places = np.cumsum([half * (nth % 2), *(sizes[section] for section, _ in units)])
+            bases = (places[:-1] + self._staging.data_ptr()).tolist()
+            tables = [batch.table(strip, units, bases) for strip in batch.pattern.strips]
+
+            def kernels(tables: Sequence[Table] = tables) -> None:
+                for strip, table in zip(batch.pattern.strips, tables, strict=True):
+                    self._launch(strip, way, batch, table, blocks, failed)
+
+            def copies(
+                units: Sequence[tuple[int, int]] = units, starts: Sequence[int] = places.tolist()
+            ) -> None:
+                with self._queues.run(copies=True):
+                    for unit, start in zip(units, starts, strict=False):
+                        self._copy(batch.section_bytes(unit), start)
+
+            left[nth % 2] = self._chain(kernels, copies, left[nth % 2])
+
+    def _chain(self, kernels: Callable[[], None], copies: Callable[[], None], left: Any) -> Any:
+        """Pack, then copy, or copy, then unpack, in a buffer that ``left`` says is free again."""
+        first_copies = not self._packs
+        if left is not None:
+            self._queues.wait(left, copies=first_copies)
+        (copies if first_copies else kernels)()
+        self._queues.wait(self._queues.mark(copies=first_copies), copies=not first_copies)
+        (kernels if first_copies else copies)()
+        return self._queues.mark(copies=not first_copies)
+
+    def _copy(self, section: memoryview, start: int) -> None:
+        host = torch.frombuffer(section, dtype=torch.uint8)
+        staging = self._staging[start : start + section.nbytes]
+        if self._packs:
+            host.copy_(staging, non_blocking=True)
+        else:
+            staging.copy_(host, non_blocking=True)
+
+    def _launch(
+        self,
+        strip: Strip,
+        way: Way,
+        batch: Batch,
+        table: Table,
+        blocks: torch.Tensor,
+        failed: torch.Tensor,
+    ) -> None:
+        from kvtier_kernels.transfer.triton import launch
+
+        with self._queues.run(copies=False):
+            launch(
+                way.shaped(strip.stripe),
+                strip.form,
+                batch.pattern.cut,
+                (table, self._on_device(table)),
+                blocks,
+                failed,
+                packs=self._packs,
+                programs=way.programs,
+            )
+
+    def _on_device(self, numbers: Table) -> torch.Tensor:
+        """A copy that does not wait for the device."""
+        host = torch.from_numpy(numbers)
+        if self._queues.device.type == "cuda":
+            host = host.pin_memory()
+        return host.to(self._queues.device, non_blocking=True)
+
+
+def _slices(
+    units: Sequence[tuple[int, int]], sizes: Sequence[int], nbytes_max: int
+) -> Iterator[list[tuple[int, int]]]:
+    """Cut units, in order, into runs whose sections together fit into ``nbytes_max``."""
+    run: list[tuple[int, int]] = []
+    room = nbytes_max
+    for unit in units:
+        size = sizes[unit[0]]
+        if size > room:
+            yield run
+            run, room = [], nbytes_max
+        run.append(unit)
+        room -= size
+    yield run
+
+
+def _lines(nbytes: int) -> int:
+    return -(-nbytes // _LINE_BYTES) * _LINE_BYTES
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,273 @@
+"""Many moves at once between a pool on a GPU and arena slots, on streams of their own.
+
+The codecs' own ``pack`` and ``unpack`` move one section after the other and wait for each; here one
+launch moves a stripe of many shards. What is written is the same, bit for bit.
+
+*Order.* A store reads blocks, and a load writes them, after all that the engine had given its
+stream when it asked: ``mark``, called in the engine's thread, names that point. ``move`` returns
+when everything has ended, in failure too. So nothing is written late, and blocks that were loaded
+in part are as good as not loaded: the plan has failed, and the engine, which holds them until it
+knows, computes them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+
+from kvtier.codecs.paged import as_our_error, as_tensor, move_span, section_layers
+from kvtier.codecs.sections import section_offset
+from kvtier.errors import CodecError, LayoutError
+from kvtier.interfaces import BlockCodec, PagedPool
+from kvtier.types import Direction, Move, Part
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvtier_kernels.transfer.batch import Batch, Pattern
+    from kvtier_kernels.transfer.lane import Lane, Queues, Way
+    from kvtier_kernels.transfer.stripes import Stripe
+
+#: Moves in one launch: raw shards of an 8-billion model take 40 ms, which a deadline can wait.
+BATCH_MOVES_MAX: Final = 64
+#: Kinds of moves whose tables are kept: one for each KV group, codec and cut, as a rule.
+_PATTERNS_MAX: Final = 64
+
+
+class StripedCodec(BlockCodec, Protocol):
+    """A block codec whose sections kernels on a GPU can move, many at once."""
+
+    def stripes(self, move: Move, section: int, device: torch.device) -> list[Stripe]:
+        """What kernels move of one section."""
+        ...
+
+
+@runtime_checkable
+class TurningCodec(Protocol):
+    """A codec that turns what it takes from K, as RoPE turns K."""
+
+    def turns(self, move: Move, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Cosines and sines of all of the chunk's rows, float32 on ``device``; None: none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shipment:
+    """One move with its codec and its shard's bytes, from section 0 on."""
+
+    codec: StripedCodec
+    move: Move
+    payload: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class _PoolOn:
+    """A pool whose blocks are written on another stream than its own."""
+
+    pool: PagedPool
+    stream: int
+
+    @property
+    def block_tokens(self) -> int:
+        return self.pool.block_tokens
+
+    @property
+    def block_count(self) -> int:
+        return self.pool.block_count
+
+    def layer_view(self, group: int, layer: int, part: Part) -> object:
+        return self.pool.layer_view(group, layer, part)
+
+
+class GpuMover:
+    """Moves for one pool. ``mark`` may be any thread's, ``move`` is one thread's at a time.
+
+    ``reaches`` tells whether kernels reach memory of the host, by address and length, ``ways``
+    chooses by codec and direction.
+    """
+
+    def __init__(
+        self,
+        pool: PagedPool,
+        queues: Mapping[Direction, Queues],
+        reaches: Callable[[int, int], bool],
+        ways: Callable[[str, Direction], Way],
+    ) -> None:
+        from kvtier_kernels.transfer.lane import Lane
+
+        self._pool = pool
+        self._reaches = reaches
+        self._ways = ways
+        self._queues = queues
+        self._lanes: dict[Direction, Lane] = {
+            direction: Lane(queues[direction], packs=direction is Direction.STORE)
+            for direction in Direction
+        }
+        # With its codec, whose id is part of the key.
+        self._patterns: OrderedDict[object, tuple[StripedCodec, Pattern]] = OrderedDict()
+
+    def move(self, direction: Direction, shipments: Sequence[Shipment], after: Any) -> None:
+        """Make moves of one kind, up to ``BATCH_MOVES_MAX``, after ``after``; returns at their end.
+
+        Raises what the codec's ``pack`` and ``unpack`` do; payloads or blocks, of all of the
+        moves, are undefined then.
+        """
+        assert 0 < len(shipments) <= BATCH_MOVES_MAX, "a batch is bounded"
+        first = shipments[0]
+        way = self._ways(first.codec.name, direction)
+        span = move_span(first.move)
+        reached = all(self._reaches(*_place(shipment.payload)) for shipment in shipments)
+        stores_part = direction is Direction.STORE and not span.whole
+        if stores_part and not reached:
+            self._one_by_one(shipments, after)
+            return
+        direct = reached and (way.direct or stores_part)
+        with as_our_error(first.move):
+            batch = self._batch(direction, shipments)
+            done = self._lanes[direction].run(batch, replace(way, direct=direct), after)
+        if not done:
+            raise CodecError(f"{first.codec.name} cannot pack some of the values")
+
+    def _one_by_one(self, shipments: Sequence[Shipment], after: Any) -> None:
+        """Some rows of planes in memory that kernels do not reach: only the host can place them."""
+        queues = self._queues[Direction.STORE]
+        queues.wait(after, copies=False)
+        with queues.run(copies=False):
+            pool = _PoolOn(self._pool, queues.handle)
+            for shipment in shipments:
+                shipment.codec.pack(pool, shipment.move, shipment.payload)
+
+    def _batch(self, direction: Direction, shipments: Sequence[Shipment]) -> Batch:
+        import numpy as np
+
+        from kvtier_kernels.transfer.batch import Batch
+
+        pattern = self._pattern(shipments[0])
+        moves = [shipment.move for shipment in shipments]
+        blocks = np.array([move.block_ids for move in moves], np.int64)
+        if blocks.min() < 0 or blocks.max() >= self._pool.block_count:
+            raise LayoutError(f"a block id lies outside 0 .. {self._pool.block_count - 1}")
+        if direction is Direction.LOAD and len(np.unique(blocks)) < blocks.size:
+            raise LayoutError("a block is named twice")
+        end = pattern.sections[-1].offset + pattern.sections[-1].nbytes
+        if any(shipment.payload.nbytes < end for shipment in shipments):
+            raise LayoutError(f"a payload is shorter than {end} bytes")
+        device = self._queues[Direction.LOAD].device
+        codec = shipments[0].codec
+        turned = [codec.turns(m, device) for m in moves] if isinstance(codec, TurningCodec) else []
+        return Batch(
+            pattern,
+            [shipment.payload for shipment in shipments],
+            np.array([_place(shipment.payload)[0] for shipment in shipments], np.int64),
+            blocks,
+            [turns for turns in turned if turns is not None],
+        )
+
+    def _pattern(self, shipment: Shipment) -> Pattern:
+        key = kind(shipment)
+        known = self._patterns.get(key)
+        if known is None:
+            known = self._patterns[key] = shipment.codec, self._make_pattern(shipment)
+            if len(self._patterns) > _PATTERNS_MAX:
+                self._patterns.popitem(last=False)
+        self._patterns.move_to_end(key)
+        return known[1]
+
+    def _make_pattern(self, shipment: Shipment) -> Pattern:
+        from kvtier_kernels.raw import check_span
+        from kvtier_kernels.transfer.batch import Pattern, SectionPlace
+        from kvtier_kernels.transfer.stripes import Cut
+
+        codec, move = shipment.codec, shipment.move
+        stop = move.first_section + move.section_count
+        if not 0 <= move.first_section < stop <= move.layout.sections:
+            raise LayoutError(f"the shard has {move.layout.sections} sections: {move}")
+        device = self._queues[Direction.LOAD].device
+        places: list[SectionPlace] = []
+        for section in range(move.first_section, stop):
+            layers = section_layers(self._pool, move, section)
+            check_span(layers, move_span(move))
+            place = SectionPlace(
+                section_offset(codec, move.layout, section),
+                codec.section_bytes(move.layout, section),
+                tuple(codec.stripes(move, section, device)),
+                tuple(layers),
+            )
+            places.append(place)
+        return Pattern(tuple(places), Cut.of(move_span(move), self._pool.block_tokens))
+
+
+def cuda_mover(pool: PagedPool) -> GpuMover:
+    """Make the mover for a pool on a CUDA device. Loads are urgent, stores are not."""
+    from kvtier_kernels import pinned
+    from kvtier_kernels.transfer.lane import CudaQueues
+    from kvtier_kernels.transfer.ways import way_of
+
+    device = pool_device(pool)
+    queues = {
+        direction: CudaQueues(device, urgent=direction is Direction.LOAD) for direction in Direction
+    }
+
+    def way(name: str, direction: Direction) -> Way:
+        return way_of(name, packs=direction is Direction.STORE)
+
+    return GpuMover(pool, queues, pinned.locked, way)
+
+
+def mark(pool: PagedPool) -> torch.cuda.Event:
+    """Name what the pool's stream was given so far; in the engine's thread, which has its own."""
+    import torch
+
+    device = pool_device(pool)
+    stream: torch.cuda.Stream
+    if pool.stream:
+        stream = torch.cuda.ExternalStream(  # type: ignore[no-untyped-call]
+            pool.stream, device=device
+        )
+    else:
+        stream = torch.cuda.default_stream(device)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
+
+
+def pool_device(pool: PagedPool) -> torch.device:
+    """The device on which a pool lies."""
+    device: torch.device = as_tensor(pool.layer_view(0, 0, Part.K)).device
+    return device
+
+
+def _place(payload: memoryview) -> tuple[int, int]:
+    """Where bytes lie, and how many."""
+    import numpy as np
+
+    address: int = np.frombuffer(payload, np.uint8).ctypes.data
+    return address, payload.nbytes
+
+
+def kind(shipment: Shipment) -> object:
+    """What moves have in common that one batch may have."""
+    move = shipment.move
+    sections = move.first_section, move.section_count
+    rows = move.token_start, move.token_count, move.heads, len(move.block_ids)
+    return (
+        shipment.codec.name,
+        id(shipment.codec),
+        move.shard,
+        move.layout,
+        move.pool_layer_start,
+        sections,
+        rows,
+    )
+
+
+def batches(shipments: Iterable[Shipment]) -> Iterator[list[Shipment]]:
+    """Cut into what ``GpuMover.move`` takes: each kind by itself, in the order of first ones."""
+    kinds: dict[object, list[Shipment]] = {}
+    for shipment in shipments:
+        kinds.setdefault(kind(shipment), []).append(shipment)
+    for alike in kinds.values():
+        for start in range(0, len(alike), BATCH_MOVES_MAX):
+            yield alike[start : start + BATCH_MOVES_MAX]

@@ -1,0 +1,121 @@
+"""Movers without a GPU: kernels in Triton's interpreter, queues whose work is done at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import numpy as np
+import torch
+
+from kvtier.codecs.gpu import GpuMover, Shipment, StripedCodec
+from kvtier.codecs.sections import section_offset
+from kvtier.interfaces import PagedPool
+from kvtier.registry import codecs
+from kvtier.testing.pools import POISON
+from kvtier.types import Direction, HeadSlice, Move, ShardId, ShardLayout, Slot
+from tests.lib.calibrations import made_up_calibration
+from tests.lib.interpreted import choose_interpreter
+
+choose_interpreter()
+
+from kvtier_kernels.transfer.lane import Way  # noqa: E402
+
+CODECS = ("raw", "fp8", "int8", "int6", "int5k4v", "int4", "int4-g128", "lossless")
+
+
+class HostQueues:
+    """Does at once what it is given, and notes in which order: ``log`` may be shared."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self._name = name
+        self._log = log
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def handle(self) -> int:
+        return 0
+
+    def run(self, *, copies: bool) -> AbstractContextManager[object]:
+        return self._run("copies" if copies else "kernels")
+
+    @contextmanager
+    def _run(self, queue: str) -> Iterator[None]:
+        self._log.append(f"{self._name} {queue}")
+        # The interpreter computes with numpy, which warns of NaN and infinity.
+        with np.errstate(all="ignore"):
+            yield
+
+    def mark(self, *, copies: bool) -> str:
+        mark = f"mark {len(self._log)}"
+        self._log.append(f"{self._name} {'copies' if copies else 'kernels'} {mark}")
+        return mark
+
+    def wait(self, mark: object, *, copies: bool) -> None:
+        self._log.append(f"{self._name} {'copies' if copies else 'kernels'} wait for {mark}")
+
+    def finish(self) -> None:
+        self._log.append(f"{self._name} finish")
+
+
+def host_mover(
+    pool: PagedPool,
+    way: Way,
+    *,
+    reached: bool = True,
+    log: list[str] | None = None,
+) -> GpuMover:
+    """A mover for a pool in the host's memory."""
+    noted = [] if log is None else log
+    queues = {direction: HostQueues(direction, noted) for direction in Direction}
+    reaches: Callable[[int, int], bool] = lambda *_: reached  # noqa: E731
+    return GpuMover(pool, queues, reaches, lambda *_: way)
+
+
+def made_codec(name: str, layout: ShardLayout) -> StripedCodec:
+    """A codec by name; one that needs it has a calibration that was made up."""
+    if name == "int4":
+        codec: StripedCodec = codecs.load(name)(made_up_calibration(layout))
+    else:
+        codec = codecs.load(name)()
+    return codec
+
+
+def made_move(
+    codec: StripedCodec,
+    layout: ShardLayout,
+    blocks: tuple[int, ...],
+    *,
+    rows: tuple[int, int] | None = None,
+    heads: HeadSlice | None = None,
+    position: int = 0,
+    sections: range | None = None,
+) -> Move:
+    """A move of some rows (start, count) and heads, by default of all."""
+    start, count = rows or (0, layout.tokens)
+    some = range(layout.sections) if sections is None else sections
+    return Move(
+        worker=0,
+        codec=codec.name,
+        shard=ShardId(0, 0, 0),
+        layout=layout,
+        slot=Slot(0, 0),
+        payload_offset=0,
+        first_section=some.start,
+        section_count=len(some),
+        heads=heads or HeadSlice(0, 0, layout.kv_heads),
+        pool_layer_start=0,
+        token_start=start,
+        token_count=count,
+        block_ids=blocks,
+        position_start=position,
+    )
+
+
+def shipments(codec: StripedCodec, moves: list[Move]) -> list[Shipment]:
+    """Moves with poisoned payloads of their own."""
+    nbytes = section_offset(codec, moves[0].layout, moves[0].layout.sections)
+    return [Shipment(codec, move, memoryview(bytearray([POISON]) * nbytes)) for move in moves]
