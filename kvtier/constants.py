@@ -33,7 +33,10 @@ SLAB_BYTES_DEFAULT: Final = 64 * MIB
 IO_THREADS_DEFAULT: Final = 4
 WRITES_INFLIGHT_MAX: Final = 4
 STORE_CHUNKS_INFLIGHT_MAX: Final = 256
-LOAD_CHUNKS_INFLIGHT_MAX: Final = 4
+# A load has some large chunks on their way at a time, or many small ones.
+LOAD_CHUNKS_INFLIGHT_MAX: Final = 8
+LOAD_CHUNKS_INFLIGHT_MIN: Final = 4
+LOAD_BYTES_INFLIGHT: Final = 64 * MIB
 LATE_JOBS_MAX: Final = 8
 READ_STEP_BYTES: Final = 8 * MIB
 LOAD_DEADLINE_S_DEFAULT: Final = 5.0

@@ -21,7 +21,11 @@ from kvtier.cache.match import Ready
 from kvtier.cache.planner import chunk_tokens_covered, load_moves, needed_groups
 from kvtier.cache.plans import OpenPlans
 from kvtier.cache.shapes import Shapes
-from kvtier.constants import LOAD_CHUNKS_INFLIGHT_MAX
+from kvtier.constants import (
+    LOAD_BYTES_INFLIGHT,
+    LOAD_CHUNKS_INFLIGHT_MAX,
+    LOAD_CHUNKS_INFLIGHT_MIN,
+)
 from kvtier.interfaces import Clock
 from kvtier.obs.stats import TierCounters
 from kvtier.tiers.disk.tier import DiskRecord, DiskTier
@@ -100,6 +104,7 @@ class Load:
         self._failed_at = len(self._pieces)
         self._failure: MissReason | None = None
         self._waits_for_room = False
+        self._coming_max = LOAD_CHUNKS_INFLIGHT_MIN
         self._outcome: LoadOutcome | None = None
 
     @property
@@ -153,6 +158,9 @@ class Load:
                     break
             elif source is not None and self._context.disk is not None:
                 piece.tier = Tier.DISK
+                some = LOAD_BYTES_INFLIGHT // source.entry.nbytes
+                few, many = LOAD_CHUNKS_INFLIGHT_MIN, LOAD_CHUNKS_INFLIGHT_MAX
+                self._coming_max = min(max(few, some), many)
                 piece.disk_lease = self._context.disk.index.lease([source])
             elif self._running_fill(piece.key) is not None:
                 piece.tier = Tier.DISK
@@ -208,7 +216,7 @@ class Load:
             if piece.tier is Tier.DRAM or piece.complete:
                 continue
             coming += 1
-            if coming > LOAD_CHUNKS_INFLIGHT_MAX:
+            if coming > self._coming_max:
                 return
             if piece.record is None and not self._bring_piece(index, piece):
                 return
