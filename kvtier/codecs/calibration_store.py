@@ -35,6 +35,8 @@ from kvtier.types import KVLayout, Namespace
 
 _log = logging.getLogger("kvtier.calibration")
 
+#: The folder beside a disk tier's chunks.
+FOLDER: Final = "calibrations"
 #: Objects in one folder; each model and codec brings one.
 CALIBRATIONS_MAX: Final = 1024
 #: Digits of an id that are asked for at least.
