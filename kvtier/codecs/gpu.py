@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvtier_kernels.transfer.batch import Batch, Pattern
-    from kvtier_kernels.transfer.lane import Lane, Queues, Way
+    from kvtier_kernels.transfer.lane import Lane, Way
     from kvtier_kernels.transfer.stripes import Stripe
 
 #: Moves in one launch: raw shards of an 8-billion model take 40 ms, which a deadline can wait.
@@ -91,20 +91,15 @@ class GpuMover:
     def __init__(
         self,
         pool: PagedPool,
-        queues: Mapping[Direction, Queues],
+        lanes: Mapping[Direction, Lane],
         reaches: Callable[[int, int], bool],
         ways: Callable[[str, Direction], Way],
     ) -> None:
-        from kvtier_kernels.transfer.lane import Lane
-
         self._pool = pool
+        self._lanes = lanes
+        self._device = lanes[Direction.LOAD].queues.device
         self._reaches = reaches
         self._ways = ways
-        self._queues = queues
-        self._lanes: dict[Direction, Lane] = {
-            direction: Lane(queues[direction], packs=direction is Direction.STORE)
-            for direction in Direction
-        }
         # With its codec, whose id is part of the key.
         self._patterns: OrderedDict[object, tuple[StripedCodec, Pattern]] = OrderedDict()
 
@@ -132,7 +127,7 @@ class GpuMover:
 
     def _one_by_one(self, shipments: Sequence[Shipment], after: Any) -> None:
         """Some rows of planes in memory that kernels do not reach: only the host can place them."""
-        queues = self._queues[Direction.STORE]
+        queues = self._lanes[Direction.STORE].queues
         queues.wait(after, copies=False)
         with queues.run(copies=False):
             pool = _PoolOn(self._pool, queues.handle)
@@ -154,9 +149,10 @@ class GpuMover:
         end = pattern.sections[-1].offset + pattern.sections[-1].nbytes
         if any(shipment.payload.nbytes < end for shipment in shipments):
             raise LayoutError(f"a payload is shorter than {end} bytes")
-        device = self._queues[Direction.LOAD].device
         codec = shipments[0].codec
-        turned = [codec.turns(m, device) for m in moves] if isinstance(codec, TurningCodec) else []
+        turned = (
+            [codec.turns(m, self._device) for m in moves] if isinstance(codec, TurningCodec) else []
+        )
         return Batch(
             pattern,
             [shipment.payload for shipment in shipments],
@@ -184,7 +180,6 @@ class GpuMover:
         stop = move.first_section + move.section_count
         if not 0 <= move.first_section < stop <= move.layout.sections:
             raise LayoutError(f"the shard has {move.layout.sections} sections: {move}")
-        device = self._queues[Direction.LOAD].device
         places: list[SectionPlace] = []
         for section in range(move.first_section, stop):
             layers = section_layers(self._pool, move, section)
@@ -192,7 +187,7 @@ class GpuMover:
             place = SectionPlace(
                 section_offset(codec, move.layout, section),
                 codec.section_bytes(move.layout, section),
-                tuple(codec.stripes(move, section, device)),
+                tuple(codec.stripes(move, section, self._device)),
                 tuple(layers),
             )
             places.append(place)
@@ -202,18 +197,22 @@ class GpuMover:
 def cuda_mover(pool: PagedPool) -> GpuMover:
     """Make the mover for a pool on a CUDA device. Loads are urgent, stores are not."""
     from kvtier_kernels import pinned
-    from kvtier_kernels.transfer.lane import CudaQueues
+    from kvtier_kernels.transfer.lane import CudaQueues, Lane
     from kvtier_kernels.transfer.ways import way_of
 
     device = pool_device(pool)
-    queues = {
-        direction: CudaQueues(device, urgent=direction is Direction.LOAD) for direction in Direction
+    lanes = {
+        direction: Lane(
+            CudaQueues(device, urgent=direction is Direction.LOAD),
+            packs=direction is Direction.STORE,
+        )
+        for direction in Direction
     }
 
     def way(name: str, direction: Direction) -> Way:
         return way_of(name, packs=direction is Direction.STORE)
 
-    return GpuMover(pool, queues, pinned.locked, way)
+    return GpuMover(pool, lanes, pinned.locked, way)
 
 
 def mark(pool: PagedPool) -> torch.cuda.Event:

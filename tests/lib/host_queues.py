@@ -8,10 +8,14 @@ from contextlib import AbstractContextManager, contextmanager
 import numpy as np
 import torch
 
+from kvtier.codecs import rotated
+from kvtier.codecs.fp8 import Fp8Codec
 from kvtier.codecs.gpu import GpuMover, Shipment, StripedCodec
+from kvtier.codecs.grouped import GroupedInt4Codec
+from kvtier.codecs.lossless import LosslessCodec
+from kvtier.codecs.raw import RawCodec
 from kvtier.codecs.sections import section_offset
 from kvtier.interfaces import PagedPool
-from kvtier.registry import codecs
 from kvtier.testing.pools import POISON
 from kvtier.types import Direction, HeadSlice, Move, ShardId, ShardLayout, Slot
 from tests.lib.calibrations import made_up_calibration
@@ -19,7 +23,7 @@ from tests.lib.interpreted import choose_interpreter
 
 choose_interpreter()
 
-from kvtier_kernels.transfer.lane import Way  # noqa: E402
+from kvtier_kernels.transfer.lane import STAGING_BYTES, Lane, Way  # noqa: E402
 
 CODECS = ("raw", "fp8", "int8", "int6", "int5k4v", "int4", "int4-g128", "lossless")
 
@@ -67,21 +71,38 @@ def host_mover(
     *,
     reached: bool = True,
     log: list[str] | None = None,
+    staging_bytes: int = STAGING_BYTES,
 ) -> GpuMover:
     """A mover for a pool in the host's memory."""
     noted = [] if log is None else log
-    queues = {direction: HostQueues(direction, noted) for direction in Direction}
+    lanes = {
+        direction: Lane(
+            HostQueues(direction, noted),
+            packs=direction is Direction.STORE,
+            staging_bytes=staging_bytes,
+        )
+        for direction in Direction
+    }
     reaches: Callable[[int, int], bool] = lambda *_: reached  # noqa: E731
-    return GpuMover(pool, queues, reaches, lambda *_: way)
+    return GpuMover(pool, lanes, reaches, lambda *_: way)
 
 
 def made_codec(name: str, layout: ShardLayout) -> StripedCodec:
-    """A codec by name; one that needs it has a calibration that was made up."""
-    if name == "int4":
-        codec: StripedCodec = codecs.load(name)(made_up_calibration(layout))
-    else:
-        codec = codecs.load(name)()
-    return codec
+    """A codec by name; one that needs it has a calibration that was made up.
+
+    Not by the registry, so that a machine with a GPU needs no more than the source tree.
+    """
+    makers: dict[str, Callable[[], StripedCodec]] = {
+        "raw": RawCodec,
+        "fp8": Fp8Codec,
+        "int4-g128": GroupedInt4Codec,
+        "lossless": LosslessCodec,
+        "int8": rotated.int8,
+        "int6": rotated.int6,
+        "int5k4v": rotated.int5k4v,
+        "int4": lambda: rotated.int4(made_up_calibration(layout)),
+    }
+    return makers[name]()
 
 
 def made_move(

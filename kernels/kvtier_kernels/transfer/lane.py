@@ -25,7 +25,7 @@ import torch
 from kvtier_kernels.transfer.batch import Batch, Strip
 from kvtier_kernels.transfer.stripes import Stripe, Table
 
-#: Bytes of one of a lane's two buffers; larger only where a single section is.
+#: Bytes of one of a lane's two buffers.
 STAGING_BYTES: Final = 16 << 20
 
 _LINE_BYTES: Final = 128
@@ -124,11 +124,15 @@ class Way:
 
 
 class Lane:
-    """Runs batches in one direction. One thread at a time."""
+    """Runs batches in one direction. One thread at a time.
 
-    def __init__(self, queues: Queues, *, packs: bool) -> None:
-        self._queues = queues
+    Each of its two buffers has ``staging_bytes``, or the bytes of a section that is larger.
+    """
+
+    def __init__(self, queues: Queues, *, packs: bool, staging_bytes: int = STAGING_BYTES) -> None:
+        self.queues = queues
         self._packs = packs
+        self._staging_bytes = staging_bytes
         self._staging = torch.empty(0, dtype=torch.uint8)
 
     def run(self, batch: Batch, way: Way, after: Any) -> bool:
@@ -138,7 +142,7 @@ class Lane:
         reach, and staged ones whole sections to store. After False or an error, what the batch's
         targets hold is undefined.
         """
-        queues = self._queues
+        queues = self.queues
         queues.wait(after, copies=False)
         queues.wait(after, copies=True)
         with queues.run(copies=False):
@@ -167,9 +171,9 @@ class Lane:
     def _staged(self, batch: Batch, way: Way, blocks: torch.Tensor, failed: torch.Tensor) -> None:
         """Slice by slice, each in the buffer that the slice before the last has left."""
         sizes = [_lines(place.nbytes) for place in batch.pattern.sections]
-        half = max(STAGING_BYTES, *sizes)
+        half = max(self._staging_bytes, *sizes)
         if self._staging.numel() < 2 * half:
-            with self._queues.run(copies=False):
+            with self.queues.run(copies=False):
                 self._staging = torch.empty(2 * half, dtype=torch.uint8, device=blocks.device)
         left: list[Any] = [None, None]
         for nth, units in enumerate(_slices(batch.units, sizes, half)):
@@ -184,7 +188,7 @@ class Lane:
             def copies(
                 units: Sequence[tuple[int, int]] = units, starts: Sequence[int] = places.tolist()
             ) -> None:
-                with self._queues.run(copies=True):
+                with self.queues.run(copies=True):
                     for unit, start in zip(units, starts, strict=False):
                         self._copy(batch.section_bytes(unit), start)
 
@@ -194,11 +198,11 @@ class Lane:
         """Pack, then copy, or copy, then unpack, in a buffer that ``left`` says is free again."""
         first_copies = not self._packs
         if left is not None:
-            self._queues.wait(left, copies=first_copies)
+            self.queues.wait(left, copies=first_copies)
         (copies if first_copies else kernels)()
-        self._queues.wait(self._queues.mark(copies=first_copies), copies=not first_copies)
+        self.queues.wait(self.queues.mark(copies=first_copies), copies=not first_copies)
         (kernels if first_copies else copies)()
-        return self._queues.mark(copies=not first_copies)
+        return self.queues.mark(copies=not first_copies)
 
     def _copy(self, section: memoryview, start: int) -> None:
         host = torch.frombuffer(section, dtype=torch.uint8)
@@ -219,7 +223,7 @@ class Lane:
     ) -> None:
         from kvtier_kernels.transfer.triton import launch
 
-        with self._queues.run(copies=False):
+        with self.queues.run(copies=False):
             launch(
                 way.shaped(strip.stripe),
                 strip.form,
@@ -234,9 +238,9 @@ class Lane:
     def _on_device(self, numbers: Table) -> torch.Tensor:
         """A copy that does not wait for the device."""
         host = torch.from_numpy(numbers)
-        if self._queues.device.type == "cuda":
+        if self.queues.device.type == "cuda":
             host = host.pin_memory()
-        return host.to(self._queues.device, non_blocking=True)
+        return host.to(self.queues.device, non_blocking=True)
 
 
 def _slices(
