@@ -9,16 +9,26 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from kvtier.clock import SystemClock
+from kvtier.codecs.gpu import GpuMover, Shipment, batches, cuda_mover, mark, one_by_one
 from kvtier.codecs.known import KnownCodecs
 from kvtier.errors import CodecError, KVTierError
-from kvtier.interfaces import BlockCodec, Clock, PagedPool
+from kvtier.interfaces import Clock, PagedPool
 from kvtier.types import Direction, MissReason, Move, Part, Placement, Plan, Result
 
 _log = logging.getLogger("kvtier.worker")
 
 _DLPACK_CUDA = 2
+
+
+class _Asked(NamedTuple):
+    """A plan, and what the pool's stream had been given when it was asked for; on a CPU None."""
+
+    plan: Plan
+    after: Any
 
 
 class CacheWorker:
@@ -44,7 +54,9 @@ class CacheWorker:
         self._asked_to_pin = False
         self._pinned: memoryview | None = None
         self._codecs = codecs or KnownCodecs()
-        self._plans: queue.SimpleQueue[Plan | None] = queue.SimpleQueue()
+        self._cuda = False
+        self._mover: GpuMover | None = None
+        self._plans: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvtier-copy", daemon=True)
         self._thread.start()
@@ -56,7 +68,9 @@ class CacheWorker:
         which blocks for that long; where it is refused, copies are slower.
         """
         self._pool = pool
-        if not self._asked_to_pin and _on_cuda(pool):
+        self._mover = None
+        self._cuda = _on_cuda(pool)
+        if not self._asked_to_pin and self._cuda:
             from kvtier_kernels import pinned
 
             self._asked_to_pin = True
@@ -65,9 +79,13 @@ class CacheWorker:
             self._pinned = view if pinned.register(view) else None
 
     def execute(self, plan: Plan) -> None:
-        """Take a plan on and return at once; one that has no move for this worker is ignored."""
+        """Take a plan on and return at once; one that has no move for this worker is ignored.
+
+        On CUDA it starts after all that the pool's stream has been given before this call, by this
+        thread or another: what wrote the blocks of a store, what last read those of a load.
+        """
         if self._placement.worker in plan.workers:
-            self._plans.put(plan)
+            self._plans.put(_Asked(plan, self._mark()))
 
     def poll(self) -> list[Result]:
         """Return the results since the last poll, in the order of their plans."""
@@ -87,19 +105,25 @@ class CacheWorker:
             self._pinned = None
 
     def _run(self) -> None:
-        while (plan := self._plans.get()) is not None:
-            self._results.put(self._perform_boundary(plan))
+        while (asked := self._plans.get()) is not None:
+            self._results.put(self._perform_boundary(asked.plan, asked.after))
 
-    def _perform_boundary(self, plan: Plan) -> Result:
+    def _mark(self) -> Any:
+        """What the pool's stream was given so far. Makes the mover before the first plan."""
+        if self._pool is None or not self._cuda:
+            return None
+        if self._mover is None:
+            self._mover = cuda_mover(self._pool)
+        return mark(self._pool)
+
+    def _perform_boundary(self, plan: Plan, after: Any) -> Result:
         """Execute one plan; whatever happens becomes its result, because the cache waits for it."""
         worker = self._placement.worker
         try:
-            for move in plan.moves:
-                if move.worker != worker:
-                    continue
+            for batch in self._batches(plan):
                 if self._clock.now() >= plan.deadline:
                     return Result(plan.plan_id, worker, ok=False, reason=MissReason.DEADLINE)
-                self._move(self._codecs.get(move.codec), plan.direction, move)
+                self._ship(plan.direction, batch, after)
         except CodecError as error:
             return Result(plan.plan_id, worker, False, MissReason.CODEC, str(error))
         except KVTierError as error:
@@ -109,15 +133,30 @@ class CacheWorker:
             return Result(plan.plan_id, worker, False, MissReason.WORKER, repr(error))
         return Result(plan.plan_id, worker, ok=True)
 
-    def _move(self, codec: BlockCodec, direction: Direction, move: Move) -> None:
-        assert self._pool is not None, "a plan before a pool"
+    def _batches(self, plan: Plan) -> Iterator[list[Shipment]]:
+        """Give the worker's moves with their bytes: single, or on CUDA as many as go together."""
+        mine = (move for move in plan.moves if move.worker == self._placement.worker)
+        shipments = (self._shipment(move) for move in mine)
+        if self._mover is not None:
+            yield from batches(shipments)
+            return
+        for shipment in shipments:
+            yield [shipment]
+
+    def _shipment(self, move: Move) -> Shipment:
         start = move.slot.offset + move.payload_offset
         payload = self._arena[start : move.slot.offset + move.slot.nbytes]
-        if direction is Direction.LOAD:
-            codec.unpack(payload, self._pool, move)
+        return Shipment(self._codecs.get(move.codec), move, payload)
+
+    def _ship(self, direction: Direction, batch: list[Shipment], after: Any) -> None:
+        assert self._pool is not None, "a plan before a pool"
+        if self._mover is not None:
+            self._mover.move(direction, batch, after)
         else:
-            codec.pack(self._pool, move, payload)
-            self._codecs.observe(self._pool, move)
+            one_by_one(direction, batch, self._pool)
+        if direction is Direction.STORE:
+            for shipment in batch:
+                self._codecs.observe(self._pool, shipment.move)
 
 
 def _on_cuda(pool: PagedPool) -> bool:

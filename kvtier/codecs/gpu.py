@@ -36,6 +36,7 @@ BATCH_MOVES_MAX: Final = 64
 _PATTERNS_MAX: Final = 64
 
 
+@runtime_checkable
 class StripedCodec(BlockCodec, Protocol):
     """A block codec whose sections kernels on a GPU can move, many at once."""
 
@@ -57,7 +58,7 @@ class TurningCodec(Protocol):
 class Shipment:
     """One move with its codec and its shard's bytes, from section 0 on."""
 
-    codec: StripedCodec
+    codec: BlockCodec
     move: Move
     payload: memoryview
 
@@ -104,10 +105,10 @@ class GpuMover:
         self._patterns: OrderedDict[object, tuple[StripedCodec, Pattern]] = OrderedDict()
 
     def move(self, direction: Direction, shipments: Sequence[Shipment], after: Any) -> None:
-        """Make moves of one kind, up to ``BATCH_MOVES_MAX``, after ``after``; returns at their end.
+        """Make moves of one kind, as ``batches`` gives them, after ``after``.
 
-        Raises what the codec's ``pack`` and ``unpack`` do; payloads or blocks, of all of the
-        moves, are undefined then.
+        Returns at their end. Raises what the codec's ``pack`` and ``unpack`` do; payloads or
+        blocks, of all of the moves, are undefined then.
         """
         assert 0 < len(shipments) <= BATCH_MOVES_MAX, "a batch is bounded"
         first = shipments[0]
@@ -115,8 +116,9 @@ class GpuMover:
         span = move_span(first.move)
         reached = all(self._reaches(*_place(shipment.payload)) for shipment in shipments)
         stores_part = direction is Direction.STORE and not span.whole
-        if stores_part and not reached:
-            self._one_by_one(shipments, after)
+        if not isinstance(first.codec, StripedCodec) or (stores_part and not reached):
+            # Another's codec; or rows of planes that only the host can place.
+            self._by_codec(direction, shipments, after)
             return
         direct = reached and (way.direct or stores_part)
         with as_our_error(first.move):
@@ -125,21 +127,21 @@ class GpuMover:
         if not done:
             raise CodecError(f"{first.codec.name} cannot pack some of the values")
 
-    def _one_by_one(self, shipments: Sequence[Shipment], after: Any) -> None:
-        """Some rows of planes in memory that kernels do not reach: only the host can place them."""
-        queues = self._lanes[Direction.STORE].queues
+    def _by_codec(self, direction: Direction, shipments: Sequence[Shipment], after: Any) -> None:
+        """Have the codec move one after the other, on this direction's stream."""
+        queues = self._lanes[direction].queues
         queues.wait(after, copies=False)
         with queues.run(copies=False):
-            pool = _PoolOn(self._pool, queues.handle)
-            for shipment in shipments:
-                shipment.codec.pack(pool, shipment.move, shipment.payload)
+            one_by_one(direction, shipments, _PoolOn(self._pool, queues.handle))
 
     def _batch(self, direction: Direction, shipments: Sequence[Shipment]) -> Batch:
         import numpy as np
 
         from kvtier_kernels.transfer.batch import Batch
 
-        pattern = self._pattern(shipments[0])
+        codec = shipments[0].codec
+        assert isinstance(codec, StripedCodec), "another's codec in a batch"
+        pattern = self._pattern(codec, shipments[0])
         moves = [shipment.move for shipment in shipments]
         blocks = np.array([move.block_ids for move in moves], np.int64)
         if blocks.min() < 0 or blocks.max() >= self._pool.block_count:
@@ -161,22 +163,21 @@ class GpuMover:
             [turns for turns in turned if turns is not None],
         )
 
-    def _pattern(self, shipment: Shipment) -> Pattern:
+    def _pattern(self, codec: StripedCodec, shipment: Shipment) -> Pattern:
         key = kind(shipment)
         known = self._patterns.get(key)
         if known is None:
-            known = self._patterns[key] = shipment.codec, self._make_pattern(shipment)
+            known = self._patterns[key] = codec, self._make_pattern(codec, shipment.move)
             if len(self._patterns) > _PATTERNS_MAX:
                 self._patterns.popitem(last=False)
         self._patterns.move_to_end(key)
         return known[1]
 
-    def _make_pattern(self, shipment: Shipment) -> Pattern:
+    def _make_pattern(self, codec: StripedCodec, move: Move) -> Pattern:
         from kvtier_kernels.raw import check_span
         from kvtier_kernels.transfer.batch import Pattern, SectionPlace
         from kvtier_kernels.transfer.stripes import Cut
 
-        codec, move = shipment.codec, shipment.move
         stop = move.first_section + move.section_count
         if not 0 <= move.first_section < stop <= move.layout.sections:
             raise LayoutError(f"the shard has {move.layout.sections} sections: {move}")
@@ -244,6 +245,15 @@ def _place(payload: memoryview) -> tuple[int, int]:
 
     address: int = np.frombuffer(payload, np.uint8).ctypes.data
     return address, payload.nbytes
+
+
+def one_by_one(direction: Direction, shipments: Sequence[Shipment], pool: PagedPool) -> None:
+    """Have the codecs move each shipment by itself."""
+    for shipment in shipments:
+        if direction is Direction.LOAD:
+            shipment.codec.unpack(shipment.payload, pool, shipment.move)
+        else:
+            shipment.codec.pack(pool, shipment.move, shipment.payload)
 
 
 def kind(shipment: Shipment) -> object:
