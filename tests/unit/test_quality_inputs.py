@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from kvtier.constants import CHUNK_TOKENS_DEFAULT
 from kvtier.errors import ConfigError, RegistryError
 from kvtier.registry import codecs
-from kvtier_engine.quality.codecs import build_codec, choose_codecs
+from kvtier.types import ShardLayout
+from kvtier_engine.quality.codecs import build_codecs, read_calibration, wanted_names
 from kvtier_engine.quality.results import Mode
 from kvtier_engine.quality.text import DEFAULT_NAME, TEXT_BYTES_MAX, read_text
 from kvtier_engine.quality.windows import (
@@ -23,6 +25,7 @@ from kvtier_engine.quality.windows import (
     Windows,
     cut_windows,
 )
+from tests.lib.calibrations import made_up_calibration
 
 BEGIN = -1
 
@@ -147,33 +150,61 @@ def test_a_text_has_a_largest_size(tmp_path: Path) -> None:
 
 
 def test_all_is_every_installed_codec_that_can_be_made() -> None:
-    made, skipped = choose_codecs("all", codecs.names())
+    assert wanted_names(" all ") == codecs.names()
+    made, skipped = build_codecs(codecs.names(), None, strict=False)
     names = [codec.name for codec in made] + [each.codec for each in skipped]
     assert sorted(names) == codecs.names()
     assert {"raw", "fp8", "int8", "int6", "int5k4v"} <= {codec.name for codec in made}
+    assert {each.codec for each in skipped} == {"int4", "int5k4v-c"}
 
 
-def test_a_broken_codec_does_not_spoil_all() -> None:
-    made, skipped = choose_codecs("all", ["raw", "nowhere"])
+def test_a_codec_that_cannot_be_made_is_skipped_or_an_error() -> None:
+    made, skipped = build_codecs(["raw", "int4"], None, strict=False)
     assert [codec.name for codec in made] == ["raw"]
-    assert skipped[0].codec == "nowhere"
-    assert "no codec 'nowhere'" in skipped[0].reason
+    assert skipped[0].codec == "int4"
+    assert "needs a calibration" in skipped[0].reason
+    with pytest.raises(ConfigError, match="codec 'int4' needs a calibration"):
+        build_codecs(["raw", "int4"], None, strict=True)
 
 
 def test_codecs_are_taken_in_the_order_given_and_once() -> None:
-    made, skipped = choose_codecs(" int8, raw,int8,", codecs.names())
-    assert [codec.name for codec in made] == ["int8", "raw"]
-    assert skipped == []
+    assert wanted_names(" int8, raw,int8,") == ["int8", "raw"]
 
 
 def test_an_unknown_codec_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(RegistryError, match=r"no codec 'int88' \(did you mean 'int8'\?\)"):
-        choose_codecs("raw,int88", codecs.names())
-    with pytest.raises(RegistryError, match="no codec 'nonsense'"):
-        build_codec("nonsense")
+        wanted_names("raw,int88")
 
 
 @pytest.mark.parametrize("text", ["", " , "])
 def test_no_codec_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="allowed: all, fp8"):
-        choose_codecs(text, codecs.names())
+        wanted_names(text)
+
+
+SHAPE = ShardLayout(layers=2, kv_heads=2, k_dim=8, v_dim=8, dtype="float32", tokens=256)
+
+
+def test_a_calibration_makes_the_centred_codecs(tmp_path: Path) -> None:
+    path = tmp_path / "calibration"
+    calibration = made_up_calibration(SHAPE)
+    path.write_bytes(calibration.to_bytes())
+    found = read_calibration(path, calibration.layout)
+    assert found.digest == calibration.digest
+    made, skipped = build_codecs(["int4", "raw", "int5k4v-c"], found, strict=True)
+    assert [codec.name.partition(".")[0] for codec in made] == ["int4", "raw", "int5k4v-c"]
+    assert skipped == []
+
+
+def test_a_calibration_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "calibration"
+    calibration = made_up_calibration(SHAPE)
+    with pytest.raises(ConfigError, match=r"--calibration .*calibration: No such file"):
+        read_calibration(path, calibration.layout)
+    path.write_bytes(b"nonsense" * 10)
+    with pytest.raises(ConfigError, match="damaged, or no calibration"):
+        read_calibration(path, calibration.layout)
+    path.write_bytes(calibration.to_bytes())
+    other = made_up_calibration(replace(SHAPE, layers=3)).layout
+    with pytest.raises(ConfigError, match="other layers"):
+        read_calibration(path, other)

@@ -3,43 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
-from kvtier.errors import ConfigError, KVTierError
+from kvtier.codecs.calibration import CALIBRATION_BYTES_MAX, Calibration, parse_calibration
+from kvtier.codecs.centred import CENTRED
+from kvtier.errors import ConfigError, FormatError, KVTierError
 from kvtier.interfaces import BlockCodec
 from kvtier.registry import codecs
+from kvtier.types import KVLayout
 from kvtier_engine.quality.results import Skipped
 
 #: What asks for every installed codec.
 ALL: Final = "all"
 
 
-def build_codec(name: str) -> BlockCodec:
+def read_calibration(path: Path, layout: KVLayout) -> Calibration:
+    """Read the file that ``kvtier calibrate --output`` wrote.
+
+    Raises ``ConfigError`` for one that cannot be read, is damaged or is another model's.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(CALIBRATION_BYTES_MAX + 1)
+        return parse_calibration(data, layout)
+    except OSError as error:
+        raise ConfigError(f"--calibration {path}: {error.strerror or error}") from error
+    except (ConfigError, FormatError) as error:
+        raise ConfigError(f"--calibration {path}: {error}") from error
+
+
+def build_codec(name: str, calibration: Calibration | None = None) -> BlockCodec:
     """Make the codec of that name.
 
-    Raises ``RegistryError`` for an unknown one and ``ConfigError`` for one that needs what it
-    does not get here, a calibration.
+    Raises ``RegistryError`` for an unknown one and ``ConfigError`` for one that needs a
+    calibration and has none.
     """
-    codec: BlockCodec = codecs.load(name)()
+    factory = codecs.load(name)
+    centred = name in CENTRED and calibration is not None
+    codec: BlockCodec = factory(calibration) if centred else factory()
     return codec
 
 
-def choose_codecs(text: str, names: Sequence[str]) -> tuple[list[BlockCodec], list[Skipped]]:
-    """Make the codecs that ``text`` names by comma, or all of ``names`` that can be made.
+def wanted_names(text: str) -> list[str]:
+    """Return the names that ``text`` lists by comma, or those of all installed codecs.
 
-    Raises what ``build_codec`` raises for a codec that was asked for by its name, and
-    ``ConfigError`` where none was.
+    Raises ``RegistryError`` for an unknown one and ``ConfigError`` for none.
     """
-    if text.strip() != ALL:
-        wanted = dict.fromkeys(name.strip() for name in text.split(",") if name.strip())
-        if not wanted:
-            raise ConfigError(f"--codec {text!r}; allowed: {ALL}, {', '.join(names)}")
-        return [build_codec(name) for name in wanted], []
+    installed = codecs.names()
+    if text.strip() == ALL:
+        return installed
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise ConfigError(f"--codec {text!r}; allowed: {ALL}, {', '.join(installed)}")
+    for name in names:
+        codecs.load(name)
+    return names
+
+
+def build_codecs(
+    names: Sequence[str], calibration: Calibration | None, *, strict: bool
+) -> tuple[list[BlockCodec], list[Skipped]]:
+    """Make codecs. One that cannot be made is an error if ``strict``, else skipped."""
     made: list[BlockCodec] = []
     skipped: list[Skipped] = []
     for name in names:
         try:
-            made.append(build_codec(name))
+            made.append(build_codec(name, calibration))
         except KVTierError as error:
+            if strict:
+                raise
             skipped.append(Skipped(name, str(error)))
     return made, skipped

@@ -41,6 +41,10 @@ def quality(
         Mode,
         typer.Option(help="A prefix comes back from a tier, or all KV is packed when written."),
     ] = Mode.STORAGE,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help="What kvtier calibrate --output wrote, for codecs that need one."),
+    ] = None,
     device: Annotated[DeviceChoice, typer.Option(help="Where the model runs.")] = DeviceChoice.AUTO,
     plot: Annotated[
         Path | None, typer.Option(help="Draw signal to noise per layer into this file.")
@@ -62,6 +66,7 @@ def quality(
             text=content,
             mode=mode,
             tokens=TOKENS_DEFAULT[mode] if tokens is None else tokens,
+            calibration=calibration,
         )
         progress.update(task, description=f"measure {mode}", total=study.work_tokens)
         report = study.run(name, lambda count: progress.advance(task, count))

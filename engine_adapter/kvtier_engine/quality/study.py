@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from kvtier.errors import CodecError, LayoutError
 from kvtier.interfaces import BlockCodec
-from kvtier.registry import codecs
 from kvtier_engine.device import device_name
 from kvtier_engine.options import DeviceChoice
-from kvtier_engine.quality.codecs import choose_codecs
+from kvtier_engine.quality.codecs import ALL, build_codecs, read_calibration, wanted_names
 from kvtier_engine.quality.measure import Advance, Bench, Candidate
 from kvtier_engine.quality.results import Mode, Report, Skipped
 from kvtier_engine.quality.windows import cut_windows
 from kvtier_engine.tokenizer import Tokenizer
-from kvtier_engine.weights.load import load_model
+from kvtier_engine.weights.load import kv_layout, load_model
 
 
 class Study:
     """Everything checked and loaded, before anything is measured. float32 throughout."""
 
     def __init__(
-        self, *, model: str, device: DeviceChoice, codec: str, text: str, mode: Mode, tokens: int
+        self,
+        *,
+        model: str,
+        device: DeviceChoice,
+        codec: str,
+        text: str,
+        mode: Mode,
+        tokens: int,
+        calibration: Path | None = None,
     ) -> None:
         """Load the model; blocks. Raises ``KVTierError`` for what cannot be measured."""
-        chosen, skipped = choose_codecs(codec, codecs.names())
+        names = wanted_names(codec)
         loaded = load_model(model, device=device_name(device), dtype="float32")
         self._windows = cut_windows(
             loaded.tokenizer.encode(text, add_special_tokens=False),
@@ -34,6 +43,10 @@ class Study:
         self._model = loaded.name
         self._mode = mode
         self._bench = Bench(loaded, self._windows, mode)
+        known = None
+        if calibration is not None:
+            known = read_calibration(calibration, kv_layout(loaded.config, loaded.dtype))
+        chosen, skipped = build_codecs(names, known, strict=codec.strip() != ALL)
         self._candidates, refused = self._prepared(chosen)
         self._skipped = (*skipped, *refused)
 
