@@ -83,6 +83,7 @@ def traffic(
     tp_size: int = 1,
     stages: int = 1,
     seed: int = 1,
+    device: str = "cpu",
 ) -> Traffic:
     """Random K with a mean, in pools of ``tp_size`` x ``stages`` ranks."""
     group = KVGroup(GroupKind.FULL, tuple(range(layers)), kv_heads, dim, dim, dtype)
@@ -98,7 +99,12 @@ def traffic(
         for rank in range(tp_size):
             heads = head_range(kv_heads, rank, tp_size)
             own = KVGroup(GroupKind.FULL, group.layers[start:end], len(heads), dim, dim, dtype)
-            pool = TorchPool([own], block_count=tokens // BLOCK_TOKENS, block_tokens=BLOCK_TOKENS)
+            pool = TorchPool(
+                [own],
+                block_count=tokens // BLOCK_TOKENS,
+                block_tokens=BLOCK_TOKENS,
+                device=device,
+            )
             for layer in range(start, end):
                 rows = k[layer, :, heads.start : heads.stop]
                 # Blocks in the reverse order of their tokens.

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from kvtier.codecs.calibration import Rotary
 from kvtier.codecs.calibrator import Calibrator
 from kvtier.errors import ConfigError, LayoutError
+from kvtier.testing.pools import TorchPool
 from kvtier.types import Part
 from tests.lib.calibration_traffic import SINKS, Traffic, traffic
 
 PLAIN = Rotary((1.0, 0.5, 0.25, 0.125))
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 def learn(flow: Traffic, chunks: range, tokens: int) -> Calibrator:
@@ -24,8 +28,9 @@ def learn(flow: Traffic, chunks: range, tokens: int) -> Calibrator:
     return learner
 
 
-def test_it_is_done_after_so_many_tokens_and_then_never_changes() -> None:
-    flow = traffic(chunks=8)
+@pytest.mark.parametrize("device", DEVICES)
+def test_it_is_done_after_so_many_tokens_and_then_never_changes(device: str) -> None:
+    flow = traffic(chunks=8, device=device)
     learner = learn(flow, range(4), tokens=3 * 4)
     # Of the first chunk's four tokens none counts.
     assert learner.tokens_seen == 12
@@ -61,6 +66,38 @@ def test_means_wait_for_all_heads_and_layers() -> None:
     assert learner.result() is None
     learner.observe(*last)
     assert learner.result() is not None
+
+
+class Interrupted:
+    """A pool that does something else the first time that it is looked at."""
+
+    def __init__(self, pool: TorchPool, otherwise: Callable[[], None]) -> None:
+        self._pool = pool
+        self._otherwise: Callable[[], None] | None = otherwise
+        self.block_tokens = pool.block_tokens
+        self.block_count = pool.block_count
+        self.stream = pool.stream
+
+    def layer_view(self, group: int, layer: int, part: Part) -> object:
+        otherwise, self._otherwise = self._otherwise, None
+        if otherwise is not None:
+            otherwise()
+        return self._pool.layer_view(group, layer, part)
+
+
+def test_a_move_that_ends_after_the_last_one_changes_nothing() -> None:
+    flow = traffic(chunks=4)
+    learner = learn(flow, range(1, 2), tokens=8)
+    ((pool, late),), ((_, last),) = flow.moves(2), flow.moves(3)
+    found = []
+
+    def finish() -> None:
+        learner.observe(pool, last)
+        found.append(learner.result())
+
+    learner.observe(Interrupted(pool, finish), late)
+    assert found[0] is not None
+    assert learner.result() is found[0]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
