@@ -78,11 +78,14 @@ class Executor:
         tick: Callable[[], None],
         tick_s: float,
     ) -> None:
-        """``lanes`` is how many devices are written to, each by a thread of its own."""
+        """``lanes`` is how many devices there are, each with threads of its own.
+
+        Then one that hangs holds up none of the others.
+        """
         self._clock = clock
         self._tick = tick
         self._tick_s = tick_s
-        self._readers = ThreadPool("kvtier-read", read_threads)
+        self._readers = [ThreadPool(f"kvtier-read-{lane}", read_threads) for lane in range(lanes)]
         # One writer a device: what a write displaces is unlinked before it, in the order of
         # reservations.
         self._writers = [ThreadPool(f"kvtier-write-{lane}", 1) for lane in range(lanes)]
@@ -99,19 +102,20 @@ class Executor:
 
     def read(
         self,
+        lane: int,
         work: Callable[[], T],
         done: Callable[[T | Fault], None],
         *,
         deadline: float,
         late: Callable[[T | Fault], None],
     ) -> None:
-        """Run blocking ``work``; report its value or its fault to ``done``.
+        """Run blocking ``work`` in one of the lane's threads; tell ``done`` its value or fault.
 
         At ``deadline`` (a clock instant) ``done`` gets a ``DeadlineError`` instead, and ``late``
         gets what the work came to once it has ended after all. A bug in ``work`` is logged and
         reported as a ``TierError``, so that whoever waits goes on.
         """
-        self._start(self._readers, work, done, deadline, late)
+        self._start(self._readers[lane], work, done, deadline, late)
 
     def write(
         self,
@@ -122,7 +126,7 @@ class Executor:
         deadline: float,
         late: Callable[[T | Fault], None],
     ) -> None:
-        """As ``read``, in the lane's thread: one after the other, in the order of the calls."""
+        """As ``read``, in the lane's writing thread: one by one, in the order of the calls."""
         self._start(self._writers[lane], work, done, deadline, late)
 
     def prepare(self, work: Callable[[], T]) -> Future[T]:
@@ -137,7 +141,7 @@ class Executor:
         asyncio.run_coroutine_threadsafe(self._drain(timeout_s), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        for pool in (self._readers, self._ahead, *self._writers):
+        for pool in (*self._readers, self._ahead, *self._writers):
             pool.close(0.1)
         self._loop.close()
 

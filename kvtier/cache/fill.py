@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from kvtier.cache.executor import Executor, Fault
 from kvtier.cache.planner import ChunkShape
 from kvtier.cache.shapes import Shapes
-from kvtier.constants import LATE_JOBS_MAX
 from kvtier.errors import DeadlineError, ShardError
 from kvtier.interfaces import Clock
 from kvtier.obs.stats import TierCounters
@@ -60,15 +59,19 @@ class Filler:
         self._counters = counters
         self._clock = clock
         self._running: dict[ChunkKey, Fill] = {}
-        self.late_count = 0
+
+    @property
+    def late_count(self) -> int:
+        """Reads that are overdue and have not ended."""
+        return sum(volume.late_count for volume in self._disk.volumes)
 
     def running(self, key: ChunkKey) -> Fill | None:
         """Return the fill of a chunk that is under way, for another load to follow."""
         return self._running.get(key)
 
     def available(self) -> bool:
-        """Tell whether the disk may be asked: it is well and few of its answers are overdue."""
-        return self._disk.readable() and self.late_count < LATE_JOBS_MAX
+        """Tell whether any of the disk's directories may be asked: few answers are overdue."""
+        return any(volume.answers for volume in self._disk.volumes)
 
     def start(self, source: DiskRecord, layout: KVLayout, deadline: float) -> Fill | None:
         """Read a chunk into DRAM until ``deadline``. None: no room beside what is pinned."""
@@ -85,6 +88,7 @@ class Filler:
         fill = Fill(record, source, lease, verified, self._clock.now(), deadline)
         self._running[entry.key] = fill
         self._executor.read(
+            self._disk.volume_of(source).number,
             self._reading(fill, shape),
             lambda outcome: self._settle(fill, outcome),
             deadline=deadline,
@@ -134,7 +138,7 @@ class Filler:
             del self._running[fill.record.entry.key]
             if isinstance(outcome, DeadlineError):
                 fill.failure = MissReason.DEADLINE
-                self.late_count += 1
+                volume.late_count += 1
                 volume.read_failed(outcome)
                 self._dram.abandon(fill.record)
                 return
@@ -171,6 +175,6 @@ class Filler:
     def _end_late(self, fill: Fill) -> None:
         """The overdue I/O has ended: its slots may be used for something else."""
         with self._lock:
-            self.late_count -= 1
+            self._disk.volume_of(fill.source).late_count -= 1
             self._dram.index.unpin(fill.record)
             fill.source_lease.release()

@@ -165,7 +165,7 @@ class Load:
             elif self._running_fill(piece.key) is not None:
                 piece.tier = Tier.DISK
             else:
-                self._fail_from(index, MissReason.ABSENT)
+                self._fail_unread(index, piece)
                 break
 
     def _cut_pieces(self) -> list[_Piece]:
@@ -246,9 +246,8 @@ class Load:
         piece.fill = filler.running(piece.key)
         if piece.fill is None:
             source = self._readable(disk.ready(piece.key))
-            if source is None or not filler.available():
-                gone = source is None
-                self._fail_from(index, MissReason.ABSENT if gone else MissReason.UNAVAILABLE)
+            if source is None or not disk.volume_of(source).answers:
+                self._fail_unread(index, piece)
                 return False
             if source.entry.nbytes > self._context.dram.capacity_bytes:
                 self._fail_from(index, MissReason.NO_ROOM)
@@ -334,6 +333,12 @@ class Load:
         if index < self._failed_at:
             self._failed_at = index
             self._failure = reason
+
+    def _fail_unread(self, index: int, piece: _Piece) -> None:
+        """Fail a piece that no tier gives now; a disk may hold it and not answer."""
+        held = self._context.disk is not None and self._context.disk.holds(piece.key)
+        piece.tier = Tier.DISK if held else piece.tier
+        self._fail_from(index, MissReason.UNAVAILABLE if held else MissReason.ABSENT)
 
     def _all_ordered(self, piece: _Piece) -> bool:
         return piece.record is not None and all(

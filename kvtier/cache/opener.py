@@ -11,7 +11,7 @@ from kvtier.cache.epochs import Epochs
 from kvtier.cache.executor import Executor, Fault
 from kvtier.config import Durability
 from kvtier.constants import EPOCHS_WAIT_S_MAX, GROUP_COMMIT_S, SWEEP_LOCK_FILES
-from kvtier.errors import TierUnavailableError
+from kvtier.errors import DeadlineError, TierUnavailableError
 from kvtier.interfaces import Clock
 from kvtier.obs.stats import TierCounters
 from kvtier.tiers.disk.cold import ColdTable
@@ -29,7 +29,7 @@ class VolumeOpener:
     """Brings one directory up and keeps it in order. ``tick`` under the cache's lock.
 
     One thing at a time, the most urgent first: open, epochs, after an open a sweep for files that
-    the index at rest did not know, group commit, a probe where reads have failed.
+    the index at rest did not know, group commit. Beside these a probe where reads have failed.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class VolumeOpener:
         self._saving = threading.Lock()
         self._epochs_known = threading.Event()
         self._busy = False
+        self._probing = False
         self._next_commit = clock.now()
         self._unswept: list[str] = []
 
@@ -75,11 +76,11 @@ class VolumeOpener:
             self._write(self._sweep, self._settle_sweep)
         elif self._groups and volume.opened and self._clock.now() >= self._next_commit:
             self._write(self._files.commit_group, self._settle_commit)
-        elif volume.read_probe_due:
-            self._busy = True
+        elif volume.read_probe_due and not self._probing:
+            self._probing = True
             deadline = self._clock.now() + EPOCHS_WAIT_S_MAX
             probe, settle = self._files.probe, self._settle_probe
-            self._executor.read(probe, settle, deadline=deadline, late=settle)
+            self._executor.read(volume.number, probe, settle, deadline=deadline, late=settle)
 
     def wait_for_epochs(self) -> None:
         """Block until the first open has read the epochs or failed, for a bounded time."""
@@ -171,7 +172,8 @@ class VolumeOpener:
 
     def _settle_probe(self, outcome: Fault | None) -> None:
         with self._lock:
-            self._busy = False
+            # An overdue one is still out, and none is sent after it.
+            self._probing = isinstance(outcome, DeadlineError)
             if outcome is None:
                 self._volume.read_succeeded()
             else:

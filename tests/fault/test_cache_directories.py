@@ -11,11 +11,16 @@ import pytest
 
 from kvtier.cache.cache import Cache
 from kvtier.config import CacheConfig, DiskConfig, Durability
-from kvtier.constants import HEALTH_BACKOFF_S_MAX, READ_FAILURES_MAX
+from kvtier.constants import (
+    HEALTH_BACKOFF_S_MAX,
+    IO_THREADS_DEFAULT,
+    LATE_JOBS_MAX,
+    READ_FAILURES_MAX,
+)
 from kvtier.errors import TierUnavailableError
 from kvtier.interfaces import Clock
 from kvtier.testing.clock import FakeClock
-from kvtier.testing.engine_double import EngineDouble, wait_until
+from kvtier.testing.engine_double import EngineDouble, Loading, wait_until
 from kvtier.testing.fault_files import EVER, FileFailure, FileGate, FileOperation
 from kvtier.types import MissReason, Tier
 from tests.lib.cache_setup import (
@@ -72,13 +77,15 @@ def store(engine: EngineDouble, *numbers: int) -> None:
         engine.store(engine.sequence(tokens_of(number)))
 
 
-def on_disk_alone(setup: CacheSetup, count: int, clock: Clock | None = None) -> EngineDouble:
+def on_disk_alone(
+    setup: CacheSetup, count: int, clock: Clock | None = None, *, dram_chunks: int = 16
+) -> EngineDouble:
     """Store chunks, restart, and wait until both directories are open."""
     engine = open_both(setup, dram_chunks=64)
     store(engine, *range(count))
     written(engine)
     setup.close(engine)
-    return open_both(setup, clock=clock)
+    return open_both(setup, clock=clock, dram_chunks=dram_chunks)
 
 
 def files_of(setup: CacheSetup, name: str) -> list[Path]:
@@ -234,6 +241,32 @@ def test_b96_one_whose_reads_hang_holds_up_no_read_of_the_other(setup: CacheSetu
     assert [loads(engine, number) for number in well] == [Tier.DISK] * len(well)
     gate.open()
     settle(engine)
+    assert [loads(engine, number) for number in ill] == [Tier.DISK] * len(ill)
+
+
+def test_b96_however_many_reads_of_one_hang_the_other_is_read(setup: CacheSetup) -> None:
+    """More than there are threads, and more than may be overdue."""
+    clock = FakeClock()
+    count = 2 * LATE_JOBS_MAX + 4
+    engine = on_disk_alone(setup, count, clock, dram_chunks=2 * count)
+    ill, well = (lying_in(setup, engine, name, count) for name in NAMES)
+    assert len(ill) >= LATE_JOBS_MAX > IO_THREADS_DEFAULT
+    gate = FileGate(operations=(FileOperation.READ,), path=str(setup.folder / NAMES[0]))
+    setup.files.inject(gate)
+    matches = [engine.match(engine.sequence(tokens_of(number))) for number in ill]
+    hung: list[Loading] = []
+    for match in matches:
+        loading = engine.begin_load(match, deadline=clock.now() + 0.3)
+        assert loading is not None
+        engine.step(loading)
+        hung.append(loading)
+    for loading in hung:
+        assert engine.drive(loading).tokens_by_tier == {}
+    assert engine.cache.stats().late_jobs >= IO_THREADS_DEFAULT
+    assert [loads(engine, number) for number in well] == [Tier.DISK] * len(well)
+    gate.open()
+    settle(engine)
+    clock.advance(HEALTH_BACKOFF_S_MAX)
     assert [loads(engine, number) for number in ill] == [Tier.DISK] * len(ill)
 
 

@@ -352,7 +352,7 @@ def test_a_hung_write_holds_up_no_read(hanging: tuple[DiskLab, FaultyFiles, Exec
     assert lab.tier.readable()
     for name in ("slow", "fast"):
         read_it = functools.partial(lab.read, name)
-        executor.read(read_it, read.put, deadline=math.inf, late=late.put)
+        executor.read(0, read_it, read.put, deadline=math.inf, late=late.put)
         assert read.get(timeout=30) is True
     assert lab.tier.index.ready(chunk_key("new")) is None
     gate.open()
@@ -370,10 +370,10 @@ def test_a_hung_read_holds_up_no_other_read_and_no_write(
     faulty.inject(gate)
     done, late = Outcomes(), Outcomes()
     now = lab.clock.now()
-    executor.read(lambda: lab.read("slow"), done.put, deadline=now, late=late.put)
+    executor.read(0, lambda: lab.read("slow"), done.put, deadline=now, late=late.put)
     gate.wait_for_arrivals()
     assert isinstance(done.get(timeout=30), DeadlineError)
-    executor.read(lambda: lab.read("fast"), done.put, deadline=math.inf, late=late.put)
+    executor.read(0, lambda: lab.read("fast"), done.put, deadline=math.inf, late=late.put)
     assert done.get(timeout=30) is True
     executor.write(0, lambda: lab.write("new"), done.put, deadline=math.inf, late=late.put)
     assert done.get(timeout=30) is True

@@ -89,10 +89,10 @@ def test_work_runs_beside_and_answers_in_the_loop(executor: Executor, kind: str)
         names.append(threading.current_thread().name)
         return 7
 
-    submit = executor.read if kind == "read" else functools.partial(executor.write, 1)
-    submit(work, done, deadline=math.inf, late=late)
+    submit = executor.read if kind == "read" else executor.write
+    submit(1, work, done, deadline=math.inf, late=late)
     assert done.next() == 7
-    assert names[0].startswith("kvtier-read-" if kind == "read" else "kvtier-write-1")
+    assert names[0].startswith(f"kvtier-{kind}-1-")
     assert done.threads == ["kvtier-loop"]
     assert late.none_left
 
@@ -100,7 +100,7 @@ def test_work_runs_beside_and_answers_in_the_loop(executor: Executor, kind: str)
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), ChecksumError("differs")])
 def test_a_fault_is_an_answer(executor: Executor, error: Exception) -> None:
     done = Answers()
-    executor.read(fail_with(error), done, deadline=math.inf, late=done)
+    executor.read(0, fail_with(error), done, deadline=math.inf, late=done)
     assert done.next() is error
     assert done.none_left
 
@@ -129,7 +129,7 @@ def test_an_overdue_answer_comes_late_and_once(
     executor: Executor, clock: FakeClock, value: object
 ) -> None:
     gate, done, late = Gate(value), Answers(), Answers()
-    executor.read(gate, done, deadline=clock.now(), late=late)
+    executor.read(0, gate, done, deadline=clock.now(), late=late)
     gate.wait_for_arrival()
     assert isinstance(done.next(), DeadlineError)
     assert late.none_left
@@ -146,7 +146,7 @@ def test_an_overdue_answer_comes_late_and_once(
 
 def test_a_deadline_that_lies_ahead_is_waited_for(executor: Executor, clock: FakeClock) -> None:
     gate, done, late = Gate(), Answers(), Answers()
-    executor.read(gate, done, deadline=clock.now() + 3600, late=late)
+    executor.read(0, gate, done, deadline=clock.now() + 3600, late=late)
     gate.wait_for_arrival()
     assert done.none_left
     gate.open()
@@ -179,7 +179,7 @@ def test_an_overdue_write_is_not_overtaken(executor: Executor, clock: FakeClock)
     executor.write(0, gate, done, deadline=clock.now(), late=late)
     assert isinstance(done.next(), DeadlineError)
     executor.write(0, lambda: order.append("second"), done, deadline=math.inf, late=late)
-    executor.read(lambda: "read", late, deadline=math.inf, late=late)
+    executor.read(0, lambda: "read", late, deadline=math.inf, late=late)
     assert late.next() == "read"
     assert order == []
     gate.open()
@@ -198,6 +198,18 @@ def test_a_lane_that_hangs_holds_up_no_other_lane(executor: Executor) -> None:
     assert done.none_left
     gate.open()
     assert done.next() == "value"
+
+
+def test_reads_that_hang_in_one_lane_hold_up_no_other_lane(executor: Executor) -> None:
+    gate, done, other = Gate(), Answers(), Answers()
+    for _ in range(10):
+        executor.read(0, gate, done, deadline=math.inf, late=done)
+    gate.wait_for_arrival()
+    executor.read(1, lambda: "read", other, deadline=math.inf, late=other)
+    assert other.next() == "read"
+    assert done.none_left
+    gate.open()
+    assert [done.next() for _ in range(10)] == ["value"] * 10
 
 
 def test_what_is_prepared_is_done_while_a_lane_is_busy(executor: Executor) -> None:
@@ -227,10 +239,10 @@ def test_close_ends_what_prepares_too(clock: FakeClock) -> None:
 
 def test_a_hung_read_leaves_the_other_threads_working(executor: Executor) -> None:
     gate, done = Gate(), Answers()
-    executor.read(gate, done, deadline=math.inf, late=done)
+    executor.read(0, gate, done, deadline=math.inf, late=done)
     gate.wait_for_arrival()
     for number in range(20):
-        executor.read(functools.partial(abs, number), done, deadline=math.inf, late=done)
+        executor.read(0, functools.partial(abs, number), done, deadline=math.inf, late=done)
         assert done.next() == number
     gate.open()
     assert done.next() == "value"
@@ -245,8 +257,8 @@ def test_a_failing_callback_harms_nobody_else(
         raise RuntimeError("a bug in a callback")
 
     with caplog.at_level(logging.ERROR, "kvtier.executor"):
-        executor.read(lambda: 1, broken, deadline=math.inf, late=done)
-        executor.read(lambda: 2, done, deadline=math.inf, late=done)
+        executor.read(0, lambda: 1, broken, deadline=math.inf, late=done)
+        executor.read(0, lambda: 2, done, deadline=math.inf, late=done)
         assert done.next() == 2
         executor.close(WAIT_S)
     assert "a callback failed" in caplog.text
@@ -325,7 +337,7 @@ class TestClose:
         executor.start()
         gates = [Gate(), Gate()]
         answers = Answers()
-        executor.read(gates[0], answers, deadline=math.inf, late=answers)
+        executor.read(0, gates[0], answers, deadline=math.inf, late=answers)
         executor.write(0, gates[1], answers, deadline=clock.now(), late=answers)
         for gate in gates:
             gate.wait_for_arrival()
@@ -349,7 +361,9 @@ class TestClose:
         executor = Executor(clock, read_threads=2, lanes=2, tick=lambda: None, tick_s=60.0)
         executor.start()
         started = set(threading.enumerate()) - before
-        assert len(started) == 1 + 2 + 1 + 2, "the loop, readers, what prepares, one a lane"
+        assert len(started) == 1 + 2 * 2 + 2 + 1, (
+            "the loop; readers and a writer a lane; what prepares"
+        )
         executor.close(WAIT_S)
         executor.close(WAIT_S)
         assert not any(thread.is_alive() for thread in started)

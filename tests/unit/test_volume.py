@@ -11,6 +11,7 @@ import pytest
 from kvtier.config import Durability
 from kvtier.constants import (
     HEALTH_BACKOFF_S_MIN,
+    LATE_JOBS_MAX,
     QUARANTINE_FILES_MAX,
     READ_FAILURES_MAX,
     USED_KEYS_MAX,
@@ -214,6 +215,14 @@ def test_few_writes_are_out_and_none_before_the_sweep(volume: Volume) -> None:
     volume.swept = False
     assert says(volume, "writable") is True
     assert says(volume, "accepts") is False
+
+
+def test_few_reads_are_overdue(volume: Volume) -> None:
+    volume.late_count = LATE_JOBS_MAX - 1
+    assert says(volume, "answers") is True
+    volume.late_count = LATE_JOBS_MAX
+    assert says(volume, "answers") is False
+    assert says(volume, "readable") is True
 
 
 def test_writes_are_tried_again_after_a_while(volume: Volume, clock: FakeClock) -> None:

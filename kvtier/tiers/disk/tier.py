@@ -97,10 +97,10 @@ class DiskTier:
         """Return codec and shards of a chunk that may be read now; a lookup changes nothing."""
         record = self.index.get(key)
         if record is not None:
-            readable = record.state is State.READY and self.volume_of(record).readable
+            readable = record.state is State.READY and self.volume_of(record).answers
             return (record.codec, record.places.keys()) if readable else None
         cold = self._cold.kind(key)
-        if cold is None or not self.volumes[cold[0]].readable:
+        if cold is None or not self.volumes[cold[0]].answers:
             return None
         return cold[1].codec, cold[1].shard_ids
 
@@ -160,10 +160,11 @@ class DiskTier:
         volume.condemn(scanned.corrupt)
         volume.discard(scanned.useless)
         for row in scanned.rows:
-            if self.holds(row.key) or row.nbytes > volume.room_bytes:
-                volume.remove(volume.row_places(row).values())
+            welcome = not self.holds(row.key) and row.nbytes <= volume.room_bytes
+            volume.held_bytes += row.nbytes
+            if not welcome:
+                volume.let_go(row)  # The index may know it, where it was misread.
             else:
-                volume.held_bytes += row.nbytes
                 volume.note_added(row)
                 self._bring(row.parent)
                 self._enter(number, row)
@@ -268,10 +269,7 @@ class DiskTier:
             self.volumes[number].note_used(touched)
 
     def trim(self) -> bool:
-        """Let the coldest go while more is held than may be, some at a time; True: more to do.
-
-        Only where a bound has shrunk over a restart.
-        """
+        """Let the coldest go, some at a time, where a bound has shrunk; True: more to do."""
         over = [volume for volume in self.volumes if volume.room_bytes < 0]
         for volume in over:
             # What left before is unlinked before more leaves.

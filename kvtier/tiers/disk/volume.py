@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvtier.constants import (
+    LATE_JOBS_MAX,
     QUARANTINE_FILES_MAX,
     READ_FAILURES_MAX,
     USED_KEYS_MAX,
@@ -83,6 +84,7 @@ class Volume:
         self.swept = False  # Nothing is written before it is known what lies there.
         self.held_bytes = 0  # Of chunks, those included that are leaving or not written yet.
         self.writing_count = 0
+        self.late_count = 0  # Reads that are overdue and have not ended.
         self._clock = clock
         self._open_health = Health()
         self._read_health = Health(READ_FAILURES_MAX)
@@ -135,6 +137,11 @@ class Volume:
         """True when a load may ask now."""
         well = self._read_health.ok or self._read_health.allows(self._clock.now())
         return self.opened and well
+
+    @property
+    def answers(self) -> bool:
+        """True when a load may begin a read now: it may ask, and few answers are overdue."""
+        return self.readable and self.late_count < LATE_JOBS_MAX
 
     @property
     def read_probe_due(self) -> bool:
