@@ -211,6 +211,8 @@ class Writeout:
         assert source is not None, "a dirty chunk is ready in DRAM"
         shape = self._shapes.of(dirty.layout, dirty.entry.position, source.codec)
         target = None
+        # Since it was noted, a sweep may have found what a kill left of it.
+        self._disk.displace(key, shape.sizes.keys())
         if not self._disk.holds(key):
             target = self._disk.reserve(dirty.entry, source.namespace, source.codec, shape.sizes)
         if target is None:

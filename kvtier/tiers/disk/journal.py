@@ -124,9 +124,14 @@ class Journal:
         Raises ``OSError``: nothing is lost, and what was there is tried again by the next append;
         or what was there cannot be trusted any more, and only ``start`` helps.
         """
+        torn, change_count = self._torn, self._change_count
         rows = self.load()
         if rows is None:
             raise OSError(errno.EIO, "the index cannot be trusted", self._directory)
+        if not torn and self._change_count != change_count:
+            # What was read is not what was written: nothing is lost as long as the log stays.
+            self._torn, self._change_count = False, change_count
+            raise OSError(errno.EIO, "the index was misread", self._directory)
         # A snapshot that took its name before something failed has a log of its own.
         self._torn = True
         self._write_snapshot(rows)
