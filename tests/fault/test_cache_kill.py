@@ -29,8 +29,8 @@ from tests.lib.kill_host import KillHost, kill_host, whole_chunks
 from tests.lib.soak_report import report
 
 ROUNDS = 10
-#: What a kill may leave. Of several directories each has a thread of its own, so that a child may be
-#: there without its parent, or a chunk that was written again before its old file was removed.
+#: What a kill may leave. Of several directories each has a thread of its own, so that a child may
+#: be there without its parent, or a chunk anew before its old file was removed.
 LEFT = {1: {Problem.LEFTOVER}, 2: {Problem.LEFTOVER, Problem.ORPHAN, Problem.TWIN}}
 #: Of so many rounds the command itself verifies one.
 COMMAND_EVERY = 5
