@@ -168,9 +168,9 @@ def test_a_disk_that_reads_nothing_is_ill_and_not_its_files(tmp_path: Path) -> N
 
 
 def test_a_name_tells_the_shard_and_the_generation() -> None:
-    path = shard_path("/root", chunk_key("a"), SHARDS[1], 77)
+    path = shard_path("/tier", chunk_key("a"), SHARDS[1], 77)
     assert parse_name(path) == (shard_key(chunk_key("a"), SHARDS[1]), 77)
-    assert Path(path).parent == Path("/root/shards") / chunk_key("a").hex()[:2]
+    assert Path(path).parent == Path("/tier/shards") / chunk_key("a").hex()[:2]
     for name in ("notes.txt", path + ".new", path.upper(), path.replace("-", "_")):
         assert parse_name(name) is None
 
