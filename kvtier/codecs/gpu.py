@@ -122,7 +122,7 @@ class GpuMover:
             return
         direct = reached and (way.direct or stores_part)
         with as_our_error(first.move):
-            batch = self._batch(direction, shipments)
+            batch = self.batch(direction, shipments)
             done = self._lanes[direction].run(batch, replace(way, direct=direct), after)
         if not done:
             raise CodecError(f"{first.codec.name} cannot pack some of the values")
@@ -134,7 +134,8 @@ class GpuMover:
         with queues.run(copies=False):
             one_by_one(direction, shipments, _PoolOn(self._pool, queues.handle))
 
-    def _batch(self, direction: Direction, shipments: Sequence[Shipment]) -> Batch:
+    def batch(self, direction: Direction, shipments: Sequence[Shipment]) -> Batch:
+        """Check moves of one kind against each other and the pool, and lay their table out."""
         import numpy as np
 
         from kvtier_kernels.transfer.batch import Batch

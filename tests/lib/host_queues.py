@@ -18,7 +18,7 @@ from kvtier.codecs.sections import section_offset
 from kvtier.interfaces import PagedPool
 from kvtier.testing.pools import POISON
 from kvtier.types import Direction, HeadSlice, Move, ShardId, ShardLayout, Slot
-from tests.lib.calibrations import made_up_calibration
+from kvtier.testing.calibrations import made_up_calibration
 from tests.lib.interpreted import choose_interpreter
 
 choose_interpreter()
