@@ -222,7 +222,8 @@ class TierTraffic:
             volume.finish_chores(write.chores)
             self.tier.commit(write.target)
             self.lost.discard(key)
-            self.spoiled.discard(key)
+            if len(self.writes) == 1:  # Else another directory may still know the old files.
+                self.spoiled.discard(key)
             self.seen["written"] += 1
         write.source.release()
         if not self.writes[number]:
