@@ -20,6 +20,7 @@ from kvtier.cli.main import app, run
 from kvtier.codecs.calibration import parse_calibration
 from kvtier.codecs.calibration_store import FOLDER, CalibrationStore
 from kvtier.types import Namespace
+from kvtier_engine.calibration import report
 from kvtier_engine.calibration.learn import Lesson
 from kvtier_engine.calibration.report import CODES_DB, Layer, Report, as_json, summary
 from kvtier_engine.options import BUNDLED_MODEL
@@ -86,6 +87,18 @@ def test_the_means_are_those_of_k_before_rope(tiny: Tiny, text: Path, tmp_path: 
     held_out = tiny.first_layer_k(ids[512:1024])[4:]
     share = 1 - (held_out - expected).square().sum() / held_out.square().sum()
     assert found["layers"][0]["mean_share"] == pytest.approx(float(share), rel=1e-3)
+
+
+def test_a_calibration_keeps_the_list_of_weak_layers(
+    tiny: Tiny, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = json.loads(calibrate(tiny, text, "--json").stdout)
+    assert plain["weak_layers"] == []
+    monkeypatch.setattr(report, "MISSED_DB_MAX", -20.0)
+    output = tmp_path / "model.kvc"
+    found = json.loads(calibrate(tiny, text, "--output", output, "--json").stdout)
+    assert parse_calibration(output.read_bytes(), tiny.namespace.layout).weak_layers == (0, 1)
+    assert found["digest"] == hashlib.sha256(output.read_bytes()).hexdigest() != plain["digest"]
 
 
 def test_engines_over_a_disk_tier_find_it_and_the_first_one_stays(
@@ -156,11 +169,11 @@ def layer(index: int, k_db: float, v_db: float = CODES_DB) -> Layer:
 
 def test_layers_that_miss_what_is_expected_are_named() -> None:
     layers = (layer(0, 26.0), layer(1, 25.0), layer(2, 27.0, v_db=19.0))
-    report = Report("model", "text", 8192, "d" * 64, layers)
-    assert report.weak_layers == (1, 2)
-    assert "Layers 1, 2 lose" in summary(report)
-    assert "int6" in summary(report)
-    assert as_json(report)["weak_layers"] == [1, 2]
+    found = Report("model", "text", 8192, "d" * 64, layers)
+    assert found.weak_layers == (1, 2)
+    assert "Layers 1, 2 lose" in summary(found)
+    assert "int6" in summary(found)
+    assert as_json(found)["weak_layers"] == [1, 2]
     assert "75 %" in summary(Report("model", "text", 8192, "d" * 64, layers[:1]))
 
 
