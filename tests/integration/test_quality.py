@@ -16,6 +16,9 @@ from typer.testing import CliRunner
 from kvtier.cli.main import app, run
 from kvtier.codecs.raw import RawCodec
 from kvtier.errors import CodecError, ConfigError
+from kvtier.layout import shard_layout
+from kvtier.testing.calibrations import made_up_calibration
+from kvtier.types import ShardId
 from kvtier_engine.attention.paged import plan_attention
 from kvtier_engine.kv_pool import KVPool
 from kvtier_engine.options import BUNDLED_MODEL, DeviceChoice
@@ -210,6 +213,18 @@ def test_on_a_real_model_codecs_keep_their_bars() -> None:
 def quality(tiny: Tiny, text: Path, *more: object) -> Any:
     arguments = ["--model", tiny.folder, "--text", text, "--device", "cpu", *more]
     return CliRunner().invoke(app, ["quality", *map(str, arguments)])
+
+
+def test_a_calibrated_codec_has_the_name_that_was_asked_for(
+    tiny: Tiny, text: Path, tmp_path: Path
+) -> None:
+    layout = shard_layout(kv_layout(tiny.loaded.config, "float32"), ShardId(0, 0, 0))
+    path = tmp_path / "calibration"
+    path.write_bytes(made_up_calibration(layout).to_bytes())
+    asked = ("--codec", "int4,int8", "--calibration", path, "--json")
+    result = quality(tiny, text, *asked)
+    assert result.exit_code == 0, result.output
+    assert [each["codec"] for each in json.loads(result.stdout)["results"]] == ["int8", "int4"]
 
 
 @MODES

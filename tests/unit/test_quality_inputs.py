@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvtier.constants import CHUNK_TOKENS_DEFAULT
 from kvtier.errors import ConfigError, RegistryError
 from kvtier.registry import codecs
+from kvtier.testing.calibrations import made_up_calibration
 from kvtier.types import ShardLayout
 from kvtier_engine.quality.codecs import build_codecs, read_calibration, wanted_names
 from kvtier_engine.quality.results import Mode
@@ -25,7 +26,6 @@ from kvtier_engine.quality.windows import (
     Windows,
     cut_windows,
 )
-from tests.lib.calibrations import made_up_calibration
 
 BEGIN = -1
 

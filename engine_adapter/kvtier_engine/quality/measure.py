@@ -21,6 +21,7 @@ from typing import Final
 
 import torch
 
+from kvtier.codecs.centred import stored_name
 from kvtier.constants import CHUNK_TOKENS_DEFAULT
 from kvtier.errors import CodecError, ConfigError
 from kvtier.interfaces import BlockCodec
@@ -112,7 +113,9 @@ class Bench:
     def prepare(self, codec: BlockCodec) -> Candidate:
         """Make a codec ready; ``CodecError`` or ``LayoutError`` if it cannot carry this model."""
         bits = bits_per_value(codec, kv_layout(self._loaded.config, "bfloat16"))
-        return Candidate(codec.name, bits, RoundTrip(codec, self._layout), self._loaded)
+        return Candidate(
+            stored_name(codec.name)[0], bits, RoundTrip(codec, self._layout), self._loaded
+        )
 
     @torch.inference_mode()
     def measure(
