@@ -1,4 +1,4 @@
-"""Movers without a GPU: kernels in Triton's interpreter, queues whose work is done at once."""
+"""Movers for tests: on a GPU; or in Triton's interpreter, with queues that do all at once."""
 
 from __future__ import annotations
 
@@ -16,14 +16,24 @@ from kvtier.codecs.lossless import LosslessCodec
 from kvtier.codecs.raw import RawCodec
 from kvtier.codecs.sections import section_offset
 from kvtier.interfaces import PagedPool
+from kvtier.testing.calibrations import made_up_calibration
 from kvtier.testing.pools import POISON
 from kvtier.types import Direction, HeadSlice, Move, ShardId, ShardLayout, Slot
-from kvtier.testing.calibrations import made_up_calibration
 from tests.lib.interpreted import choose_interpreter
 
 choose_interpreter()
 
-from kvtier_kernels.transfer.lane import STAGING_BYTES, Lane, Way  # noqa: E402
+from kvtier_kernels.transfer.lane import (  # noqa: E402
+    STAGING_BYTES,
+    CudaQueues,
+    Lane,
+    Queues,
+    Way,
+)
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+
 
 CODECS = ("raw", "fp8", "int8", "int6", "int5k4v", "int4", "int4-g128", "lossless")
 
@@ -65,7 +75,14 @@ class HostQueues:
         self._log.append(f"{self._name} finish")
 
 
-def host_mover(
+def queues_for(direction: Direction, log: list[str] | None) -> Queues:
+    """A GPU's streams if there is one and nobody wants a log."""
+    if CUDA and log is None:
+        return CudaQueues(torch.device("cuda", 0), urgent=direction is Direction.LOAD)
+    return HostQueues(direction, [] if log is None else log)
+
+
+def made_mover(
     pool: PagedPool,
     way: Way,
     *,
@@ -73,11 +90,10 @@ def host_mover(
     log: list[str] | None = None,
     staging_bytes: int = STAGING_BYTES,
 ) -> GpuMover:
-    """A mover for a pool in the host's memory."""
-    noted = [] if log is None else log
+    """A mover for a pool on ``DEVICE``; with a ``log``, for one in the host's memory."""
     lanes = {
         direction: Lane(
-            HostQueues(direction, noted),
+            queues_for(direction, log),
             packs=direction is Direction.STORE,
             staging_bytes=staging_bytes,
         )
@@ -136,7 +152,22 @@ def made_move(
     )
 
 
-def shipments(codec: StripedCodec, moves: list[Move]) -> list[Shipment]:
-    """Moves with poisoned payloads of their own."""
+def made_mark() -> object:
+    """All that the current stream has been given; without a GPU everything has been done."""
+    if not CUDA:
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()  # type: ignore[no-untyped-call]
+    return event
+
+
+def shipments(codec: StripedCodec, moves: list[Move], *, pageable: bool = False) -> list[Shipment]:
+    """Moves with poisoned payloads of their own, which a GPU reaches unless ``pageable``."""
     nbytes = section_offset(codec, moves[0].layout, moves[0].layout.sections)
-    return [Shipment(codec, move, memoryview(bytearray([POISON]) * nbytes)) for move in moves]
+    made: list[Shipment] = []
+    for move in moves:
+        locked = CUDA and not pageable
+        slot = torch.full((nbytes,), POISON, dtype=torch.uint8)
+        slot = slot.pin_memory() if locked else slot
+        made.append(Shipment(codec, move, slot.numpy().data))
+    return made

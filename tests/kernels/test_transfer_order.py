@@ -1,0 +1,91 @@
+"""In which order a lane gives its two queues what, with queues that do it at once.
+
+On a machine with a GPU kernels cannot be interpreted, so there is nothing to do here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvtier.errors import CodecError
+from kvtier.testing.pools import TorchPool
+from kvtier.types import Direction, GroupKind, KVGroup, Part, ShardLayout
+from tests.lib.host_queues import CUDA, made_codec, made_move, made_mover, shipments
+
+from kvtier_kernels.transfer.lane import Way  # isort: skip
+
+pytestmark = pytest.mark.skipif(CUDA, reason="needs Triton's interpreter")
+
+DIRECT, STAGED = Way(direct=True, programs=3), Way(direct=False, programs=2)
+LAYOUT = ShardLayout(3, 2, 64, 64, "bfloat16", 16, section_layers=2)
+BLOCKS = (7, 2, 19, 3)
+
+
+def pool_for() -> TorchPool:
+    group = KVGroup(GroupKind.FULL, (0, 1, 2), 2, 64, 64, "bfloat16")
+    return TorchPool([group], block_count=24, block_tokens=4)
+
+
+def test_b01_nothing_starts_before_the_mark_and_all_ends_before_the_return() -> None:
+    pool = pool_for()
+    made = made_codec("raw", LAYOUT)
+    for way in (DIRECT, STAGED):
+        for direction in Direction:
+            log: list[str] = []
+            mover = made_mover(pool, way, log=log)
+            mover.move(direction, shipments(made, [made_move(made, LAYOUT, BLOCKS)]), "mark")
+            waits = [f"{direction} {queue} wait for mark" for queue in ("kernels", "copies")]
+            assert log[:2] == waits
+            ended = log.index(f"{direction} finish")
+            assert all(line == f"{direction} kernels" for line in log[ended + 1 :])
+
+
+def test_a_buffer_is_free_again_before_it_is_filled_again() -> None:
+    """Of three slices, the third waits for what the first one's last user was given."""
+    layout = replace(LAYOUT, section_layers=1)
+    pool = pool_for()
+    pool.fill_values(8)
+    before = pool.rows(0, 2, Part.V, BLOCKS)
+    made = made_codec("raw", layout)
+    log: list[str] = []
+    mover = made_mover(pool, STAGED, log=log, staging_bytes=made.section_bytes(layout, 0))
+    (shipment,) = shipments(made, [made_move(made, layout, BLOCKS)])
+    mover.move(Direction.STORE, [shipment], None)
+    pool.poison()
+    mover.move(Direction.LOAD, [shipment], None)
+    assert pool.rows(0, 2, Part.V, BLOCKS).equal(before)
+    for first, second in (("store kernels", "store copies"), ("load copies", "load kernels")):
+        freed = [line for line in log if line.startswith(f"{second} mark")]
+        assert len(freed) == 3
+        waits = [line for line in log if line.startswith(f"{first} wait for mark")]
+        assert waits == [f"{first} wait for {freed[0].removeprefix(f'{second} ')}"]
+
+
+def test_only_the_host_places_some_rows_in_memory_that_kernels_do_not_reach() -> None:
+    """The store goes through the host, loads go over the buffer."""
+    pool = pool_for()
+    made = made_codec("int8", LAYOUT)
+    log: list[str] = []
+    mover = made_mover(pool, DIRECT, reached=False, log=log)
+    pool.fill_values(4)
+    for direction in Direction:
+        move = made_move(made, LAYOUT, BLOCKS[:2], rows=(1, 6))
+        mover.move(direction, shipments(made, [move]), "mark")
+    assert "store copies" not in log
+    assert "load copies" in log
+
+
+def test_b01_values_that_cannot_be_packed_fail_only_when_all_has_ended() -> None:
+    pool = pool_for()
+    pool.fill_values(9)
+    pool.layer_view(0, 2, Part.V)[BLOCKS[3], 1, 1, 5] = float("nan")
+    made = made_codec("int8", LAYOUT)
+    for way in (DIRECT, STAGED):
+        log: list[str] = []
+        with pytest.raises(CodecError, match="int8 cannot pack"):
+            made_mover(pool, way, log=log).move(
+                Direction.STORE, shipments(made, [made_move(made, LAYOUT, BLOCKS)]), "mark"
+            )
+        assert "store finish" in log
