@@ -312,6 +312,37 @@ class Lab:
         }
 
 
+def copy_batches(lab: Lab, piece_bytes: int) -> dict[str, Any]:
+    """One call of the driver for many small copies, instead of a kernel: CUDA 12.8 or later."""
+    from cuda.bindings import runtime
+
+    count = min(8192, lab.slots.numel() // piece_bytes)
+    device = torch.empty(2 * count * piece_bytes, dtype=torch.uint8, device=lab.device)
+    order = torch.randperm(2 * count, generator=torch.Generator().manual_seed(3)).tolist()
+    scattered = [device.data_ptr() + piece_bytes * place for place in order[:count]]
+    together = [lab.slots.data_ptr() + piece_bytes * nth for nth in range(count)]
+    packs = lab.direction is Direction.STORE
+    targets, sources = (together, scattered) if packs else (scattered, together)
+    attributes = runtime.cudaMemcpyAttributes()
+    order_of_stream = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+    attributes.srcAccessOrder = order_of_stream
+    stream = torch.cuda.Stream()
+    seconds: list[float] = []
+    for _ in range(6):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        error, *_ = runtime.cudaMemcpyBatchAsync(
+            targets, sources, [piece_bytes] * count, count, [attributes], [0], 1,
+            stream.cuda_stream,
+        )  # fmt: skip
+        stream.synchronize()
+        seconds.append(time.perf_counter() - start)
+        if int(error):
+            raise RuntimeError(str(error))
+    moved = count * piece_bytes
+    return {"pieces": count, "gb_per_s": spread([moved / each / 1e9 for each in seconds[1:]])}
+
+
 class Journal:
     """Rows as JSON, on standard output and under ``$OUT``; ends when the time is used up."""
 
@@ -361,6 +392,9 @@ def measure(lab: Lab, journal: Journal, names: Sequence[str], rounds: int) -> No
     journal.row(limits=limits, device=lab.name, torch=torch.__version__)
     link = limits["d2h" if lab.direction is Direction.STORE else "h2d"]
     journal.attempt({"codec": "none"}, lambda: lab.matrices(None, HBM))
+    for piece_bytes in (256, 4096, 32_768):
+        what = {"codec": "none", "kind": "driver's batch", "piece_bytes": piece_bytes}
+        journal.attempt(what, partial(copy_batches, lab, piece_bytes))
     for name in names:
         codec = lab.codec(name)
         if passes(lab, journal, codec):

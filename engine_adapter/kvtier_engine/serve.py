@@ -32,9 +32,10 @@ from kvtier_engine.api.service import Service
 from kvtier_engine.block_pool import BlockPool
 from kvtier_engine.cache_link import CacheLink, Link, NoLink
 from kvtier_engine.core import EngineCore, tell_nobody
+from kvtier_engine.device import device_name
 from kvtier_engine.engine import Engine
 from kvtier_engine.kv_pool import KVPool
-from kvtier_engine.options import DeviceChoice, DtypeChoice
+from kvtier_engine.options import DtypeChoice
 from kvtier_engine.prometheus import EngineCollector, Snapshot
 from kvtier_engine.refusal import EngineLimits
 from kvtier_engine.runner import ModelRunner
@@ -141,7 +142,7 @@ def build(settings: Settings) -> Server:
     the server is degraded and computes everything.
     """
     config = settings.config
-    device = _device(config.device)
+    device = device_name(config.device)
     dtype = None if config.dtype is DtypeChoice.AUTO else config.dtype.value
     weights_id = config.weights_id or None
     loaded = load_model(config.model, device=device, dtype=dtype, weights_id=weights_id)
@@ -265,14 +266,6 @@ def _tiers_boundary(
 
 def _sequences_max(config: EngineConfig) -> int:
     return config.max_num_seqs + QUEUED_SEQUENCES_MAX
-
-
-def _device(choice: DeviceChoice) -> str:
-    if choice is DeviceChoice.AUTO:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if choice is DeviceChoice.CUDA and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: this machine or this torch has no CUDA device")
-    return choice.value
 
 
 def _context_tokens(config: EngineConfig, loaded: LoadedModel, pool: KVPool) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
-from kvtier.admission.budget import Budgeted, WriteBudget
+from kvtier.cache.disk_choices import DiskChoices, disk_choices, local_files
 from kvtier.cache.epochs import Epochs
 from kvtier.cache.executor import Executor
 from kvtier.cache.figures import disk_stats, dram_stats
@@ -32,14 +32,14 @@ from kvtier.clock import SystemClock
 from kvtier.codecs.calibration_store import CalibrationStore
 from kvtier.codecs.known import KnownCodecs
 from kvtier.config import CacheConfig, DiskConfig
-from kvtier.constants import CLOSE_DEADLINE_S_DEFAULT, HOUSEKEEPING_S, IO_THREADS_DEFAULT
+from kvtier.constants import CLOSE_DEADLINE_S_DEFAULT
 from kvtier.errors import ConfigError
-from kvtier.interfaces import AdmissionPolicy, Clock
+from kvtier.interfaces import Clock
 from kvtier.keys import namespace_digest
 from kvtier.obs.stats import CacheStats, TierCounters
-from kvtier.registry import admissions, policies
+from kvtier.registry import policies
 from kvtier.tiers.arena import Arena
-from kvtier.tiers.disk.files import FileSystem, LocalFiles
+from kvtier.tiers.disk.files import FileSystem
 from kvtier.tiers.disk.shard_files import ShardFiles
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.disk.volume import Volume
@@ -95,22 +95,17 @@ class Cache:
         self._loads: set[Load] = set()
         self._plans = OpenPlans()
         policy = policies.load(config.policy)
+        choices = disk_choices(config.disk) if config.disk else None
         self._arena = Arena(config.dram_bytes, slab_bytes=config.slab_bytes, shared=config.shared)
         self._dram = DramTier(self._arena, policy, self._clock, self._left_dram)
-        self._executor = Executor(
-            self._clock,
-            read_threads=IO_THREADS_DEFAULT,
-            lanes=len(paths),
-            tick=self._tick,
-            tick_s=HOUSEKEEPING_S,
-        )
+        self._executor = Executor(self._clock, lanes=len(paths), tick=self._tick)
         self._disk: DiskTier | None = None
         self._state_log: StateLog | None = None
         self._filler: Filler | None = None
         self._writeout: Writeout | None = None
         self._openers: tuple[VolumeOpener, ...] = ()
-        if config.disk is not None:
-            self._openers = self._add_disk(config.disk, files or LocalFiles())
+        if config.disk is not None and choices is not None:
+            self._openers = self._add_disk(config.disk, choices, files or local_files(self._arena))
         self._pending_until = self._clock.now() + config.pending_deadline_s
         tiers = (self._dram, self._disk)
         self._lookup = Lookup(*tiers, self._filler, self._writeout, self._shapes, self._counters)
@@ -140,23 +135,24 @@ class Cache:
         for opener in self._openers:
             opener.wait_for_epochs()
 
-    def _add_disk(self, config: DiskConfig, files: FileSystem) -> tuple[VolumeOpener, ...]:
+    def _add_disk(
+        self, config: DiskConfig, choices: DiskChoices, files: FileSystem
+    ) -> tuple[VolumeOpener, ...]:
         """Make the disk tier and what works for it; it is not open yet."""
         share = config.capacity_bytes // len(config.paths)
         volumes = [
             Volume(number, ShardFiles(path, config.durability, files), share, self._clock)
             for number, path in enumerate(config.paths)
         ]
-        policy, counters = policies.load(config.policy), self._counters[Tier.DISK]
-        disk = DiskTier(volumes, policy, self._clock, self._left_disk)
+        counters = self._counters[Tier.DISK]
+        disk = DiskTier(volumes, choices.policy, self._clock, self._left_disk)
         work = (self._executor, self._lock, counters, self._clock, self._shapes)
-        admission: AdmissionPolicy = admissions.load(config.admission)(config.capacity_bytes)
-        if config.write_bytes_per_day:
-            admission = Budgeted(admission, WriteBudget(config.write_bytes_per_day))
         self._disk = disk
         self._state_log = StateLog(config.path)
         self._filler = Filler(self._dram, disk, *work)
-        self._writeout = writeout = Writeout(self._dram, disk, *work, config.mode, admission)
+        self._writeout = writeout = Writeout(
+            self._dram, disk, *work, config.mode, choices.admission
+        )
         return tuple(
             VolumeOpener(
                 disk,

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from kvtier.constants import HOUSEKEEPING_S, IO_THREADS_DEFAULT
 from kvtier.errors import DeadlineError, KVTierError, TierError
 from kvtier.interfaces import Clock
 
@@ -73,10 +74,10 @@ class Executor:
         self,
         clock: Clock,
         *,
-        read_threads: int,
         lanes: int,
         tick: Callable[[], None],
-        tick_s: float,
+        read_threads: int = IO_THREADS_DEFAULT,
+        tick_s: float = HOUSEKEEPING_S,
     ) -> None:
         """``lanes`` is how many devices there are, each with threads of its own.
 

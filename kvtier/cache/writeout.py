@@ -210,13 +210,16 @@ class Writeout:
         source = staged.records[0] if staged else self._dram.index.ready(key)
         assert source is not None, "a dirty chunk is ready in DRAM"
         shape = self._shapes.of(dirty.layout, dirty.entry.position, source.codec)
-        target = None
-        # Since it was noted, a sweep may have found what a kill left of it.
+        # Since it was noted, a sweep may have found it, or what a kill left of it.
         self._disk.displace(key, shape.sizes.keys())
-        if not self._disk.holds(key):
-            target = self._disk.reserve(dirty.entry, source.namespace, source.codec, shape.sizes)
+        held = self._disk.holds(key)
+        sizes = shape.sizes
+        target = (
+            None if held else self._disk.reserve(dirty.entry, source.namespace, source.codec, sizes)
+        )
         if target is None:
-            self._refuse(key)
+            if not held:
+                self._refuse(key)
             if staged is not None:
                 self._end_staged(staged)
             return

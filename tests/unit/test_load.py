@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.constants import LOAD_CHUNKS_INFLIGHT_MAX
+from kvtier.constants import LOAD_CHUNKS_INFLIGHT_MAX, LOAD_CHUNKS_INFLIGHT_MIN
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import wait_until
 from kvtier.testing.fault_files import FileGate, FileOperation
@@ -165,6 +165,23 @@ def test_sections_are_ordered_as_they_are_verified(setup: CacheSetup) -> None:
     engine.drive(loading)
     engine.check(loading)
     assert loading.outcome.tokens_by_tier == {Tier.DISK: CHUNK}
+
+
+def test_fewer_of_them_when_they_are_large(
+    setup: CacheSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.cache.load.LOAD_BYTES_INFLIGHT", 1)
+    many = range(2 * LOAD_CHUNKS_INFLIGHT_MIN * CHUNK)
+    engine = setup.on_disk(many)
+    gate = FileGate(operations=(FileOperation.READ,))
+    match = engine.match(engine.sequence(many))
+    setup.files.inject(gate)
+    loading = engine.begin_load(match)
+    assert loading is not None
+    assert loading.load.poll() == []
+    assert pins(engine)[0] == LOAD_CHUNKS_INFLIGHT_MIN
+    gate.open()
+    assert engine.drive(loading).end_token == many.stop
 
 
 def test_few_chunks_are_on_their_way_at_a_time(setup: CacheSetup) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cache import cache as cache_module
+from kvtier.cache import disk_choices
 from kvtier.cache import opener as opener_module
 from kvtier.cache.cache import Cache
 from kvtier.config import CacheConfig, DiskConfig, Durability, WriteMode
@@ -120,7 +120,7 @@ class Recording:
 @pytest.fixture
 def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
     made = Recording()
-    monkeypatch.setattr(cache_module, "admissions", made)
+    monkeypatch.setattr(disk_choices, "admissions", made)
     return made
 
 

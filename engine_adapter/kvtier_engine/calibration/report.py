@@ -76,7 +76,7 @@ def summary(report: Report) -> str:
     gain = fmean(each.k_db for each in report.layers) - CODES_DB
     lines = [
         f"calibration {report.digest}",
-        f"{100 * share:.0f} % of the energy of K before RoPE is a constant vector per layer and head.",
+        f"{100 * share:.0f} % of the energy of K before RoPE is one vector per layer and head.",
         f"Taking it away gains {gain:.1f} dB, {gain / 6.02:.1f} bits a value of K.",
     ]
     if weak := report.weak_layers:

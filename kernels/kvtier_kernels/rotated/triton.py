@@ -363,10 +363,11 @@ def rotated_kernel(
             second = scales
             scales = field_rows(job, head, row, third_head, third_bytes, 2, THIRD)
         floats: tl.constexpr = tl.pointer_type(tl.float32)
-        mean = tl.load(job + _MEAN).to(floats) + head * part_dim
-        partner = tl.load(job + _PARTNER).to(floats) + head * part_dim
-        cosine = tl.load(job + _COSINE).to(floats)
-        sine = tl.load(job + _SINE).to(floats)
+        # Rows of other dims begin anywhere, but are read value by value.
+        mean = tl.multiple_of(tl.load(job + _MEAN).to(floats), 16) + head * part_dim
+        partner = tl.multiple_of(tl.load(job + _PARTNER).to(floats), 16) + head * part_dim
+        cosine = tl.multiple_of(tl.load(job + _COSINE).to(floats), 16)
+        sine = tl.multiple_of(tl.load(job + _SINE).to(floats), 16)
         BODY(
             rows, live, row, first, second, scales, failed,
             signs, tables, mean, partner, cosine, sine, part_dim,

@@ -1,9 +1,9 @@
 """A detour over huge pages for O_DIRECT from and into memory of 4 KiB pages.
 
 A device takes a limited number of pieces per request, and every 4 KiB page is a piece: reads into
-such memory run at a fifth of the speed that 2 MiB pages reach. Copying once more costs less. For
-an arena in a memfd without huge pages; ``Arena.huge`` tells, and where ``huge_on_advice()`` is
-false too the detour has none to offer either.
+such memory are slower (measured: 1.0 GB/s into a memfd, 1.7 by this detour, 2.7 into 2 MiB pages;
+writes are the same either way). For an arena in a memfd without huge pages; ``Arena.huge`` tells,
+and where ``huge_on_advice()`` is false too the detour has none to offer either.
 """
 
 from __future__ import annotations
