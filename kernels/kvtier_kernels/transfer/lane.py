@@ -14,12 +14,13 @@ or a slot that was given to somebody else.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from functools import partial
+from typing import Any, Final, NamedTuple, Protocol
 
-import numpy as np
 import torch
 
 from kvtier_kernels.transfer.batch import Batch, Strip
@@ -123,6 +124,14 @@ class Way:
         return replace(stripe, constants=constants, options=options)
 
 
+class _Jobs(NamedTuple):
+    """A strip's table and its copy on the device."""
+
+    strip: Strip
+    table: Table
+    on_device: torch.Tensor
+
+
 class Lane:
     """Runs batches in one direction. One thread at a time.
 
@@ -165,34 +174,45 @@ class Lane:
         units = batch.units
         offsets = [place.offset for place in batch.pattern.sections]
         bases = [int(batch.addresses[shard]) + offsets[section] for section, shard in units]
-        for strip in batch.pattern.strips:
-            self._launch(strip, way, batch, batch.table(strip, units, bases), blocks, failed)
+        self._launch(self._jobs(batch, bases), way, batch, blocks, failed)
 
     def _staged(self, batch: Batch, way: Way, blocks: torch.Tensor, failed: torch.Tensor) -> None:
         """Slice by slice, each in the buffer that the slice before the last has left."""
         sizes = [_lines(place.nbytes) for place in batch.pattern.sections]
         half = max(self._staging_bytes, *sizes)
-        if self._staging.numel() < 2 * half:
-            with self.queues.run(copies=False):
-                self._staging = torch.empty(2 * half, dtype=torch.uint8, device=blocks.device)
+        self._make_room(2 * half)
+        slices = list(_slices(batch.units, sizes, half))
+        starts: list[int] = []
+        for nth, units in enumerate(slices):
+            ends = itertools.accumulate((sizes[section] for section, _ in units), initial=0)
+            starts += [half * (nth % 2) + end for end in ends][:-1]
+        jobs = self._jobs(batch, [self._staging.data_ptr() + start for start in starts])
         left: list[Any] = [None, None]
-        for nth, units in enumerate(_slices(batch.units, sizes, half)):
-            places = np.cumsum([half * (nth % 2), *(sizes[section] for section, _ in units)])
-            bases = (places[:-1] + self._staging.data_ptr()).tolist()
-            tables = [batch.table(strip, units, bases) for strip in batch.pattern.strips]
-
-            def kernels(tables: Sequence[Table] = tables) -> None:
-                for strip, table in zip(batch.pattern.strips, tables, strict=True):
-                    self._launch(strip, way, batch, table, blocks, failed)
-
-            def copies(
-                units: Sequence[tuple[int, int]] = units, starts: Sequence[int] = places.tolist()
-            ) -> None:
-                with self.queues.run(copies=True):
-                    for unit, start in zip(units, starts, strict=False):
-                        self._copy(batch.section_bytes(unit), start)
-
+        first_unit = first_row = 0
+        for nth, units in enumerate(slices):
+            rows = sum(len(batch.pattern.sections[section].layers) for section, _ in units)
+            part = slice(first_row, first_row + rows)
+            places = starts[first_unit : first_unit + len(units)]
+            some = [_Jobs(one.strip, one.table[part], one.on_device[part]) for one in jobs]
+            kernels = partial(self._launch, some, way, batch, blocks, failed)
+            copies = partial(self._copy, batch, units, places)
             left[nth % 2] = self._chain(kernels, copies, left[nth % 2])
+            first_unit, first_row = first_unit + len(units), first_row + rows
+
+    def _make_room(self, nbytes: int) -> None:
+        if self._staging.numel() < nbytes:
+            with self.queues.run(copies=False):
+                device = self.queues.device
+                self._staging = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def _jobs(self, batch: Batch, bases: Sequence[int]) -> list[_Jobs]:
+        """All of the batch's jobs, uploaded once, with its units' sections at ``bases``."""
+        with self.queues.run(copies=False):
+            made: list[_Jobs] = []
+            for strip in batch.pattern.strips:
+                table = batch.table(strip, batch.units, bases)
+                made.append(_Jobs(strip, table, self._on_device(table)))
+            return made
 
     def _chain(self, kernels: Callable[[], None], copies: Callable[[], None], left: Any) -> Any:
         """Pack, then copy, or copy, then unpack, in a buffer that ``left`` says is free again."""
@@ -204,36 +224,40 @@ class Lane:
         (kernels if first_copies else copies)()
         return self.queues.mark(copies=not first_copies)
 
-    def _copy(self, section: memoryview, start: int) -> None:
-        host = torch.frombuffer(section, dtype=torch.uint8)
-        staging = self._staging[start : start + section.nbytes]
-        if self._packs:
-            host.copy_(staging, non_blocking=True)
-        else:
-            staging.copy_(host, non_blocking=True)
+    def _copy(self, batch: Batch, units: Sequence[tuple[int, int]], starts: Sequence[int]) -> None:
+        """Copy units' sections between the host and the buffers."""
+        with self.queues.run(copies=True):
+            for unit, start in zip(units, starts, strict=True):
+                section = batch.section_bytes(unit)
+                host = torch.frombuffer(section, dtype=torch.uint8)
+                staging = self._staging[start : start + section.nbytes]
+                if self._packs:
+                    host.copy_(staging, non_blocking=True)
+                else:
+                    staging.copy_(host, non_blocking=True)
 
     def _launch(
         self,
-        strip: Strip,
+        jobs: Sequence[_Jobs],
         way: Way,
         batch: Batch,
-        table: Table,
         blocks: torch.Tensor,
         failed: torch.Tensor,
     ) -> None:
         from kvtier_kernels.transfer.triton import launch
 
         with self.queues.run(copies=False):
-            launch(
-                way.shaped(strip.stripe),
-                strip.form,
-                batch.pattern.cut,
-                (table, self._on_device(table)),
-                blocks,
-                failed,
-                packs=self._packs,
-                programs=way.programs,
-            )
+            for one in jobs:
+                launch(
+                    way.shaped(one.strip.stripe),
+                    one.strip.form,
+                    batch.pattern.cut,
+                    (one.table, one.on_device),
+                    blocks,
+                    failed,
+                    packs=self._packs,
+                    programs=way.programs,
+                )
 
     def _on_device(self, numbers: Table) -> torch.Tensor:
         """A copy that does not wait for the device."""
