@@ -293,8 +293,7 @@ class Result:
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkHit:
+class ChunkHit(NamedTuple):
     """One chunk of a match and the fastest tier that holds all of it."""
 
     key: ChunkKey

@@ -39,11 +39,11 @@ class Lookup:
         """Return the longest usable prefix, each chunk with the fastest tier that holds it."""
         layout = sequence.namespace.layout
         whole = self._shapes.shards(layout)
-        fidelity, readable = sequence.namespace.fidelity, self._shapes.codecs.readable
         every = frozenset(range(len(layout.groups)))
         disk = self._disk if self._filler is not None and self._filler.available() else None
         hits: list[ChunkHit] = []
         present: list[frozenset[int]] = []
+        usable: dict[str, bool] = {}  # By codec: chunks of one sequence have few.
         for key in sequence.chunk_keys:
             codec: str
             shards: Collection[ShardId]
@@ -54,10 +54,13 @@ class Lookup:
                 codec, shards = found
             else:
                 break
-            if not readable(codec, fidelity):
+            if codec not in usable:
+                fidelity = sequence.namespace.fidelity
+                usable[codec] = self._shapes.codecs.readable(codec, fidelity)
+            if not usable[codec]:
                 break
             present.append(every if whole == shards else present_groups(layout, shards))
-            hits.append(ChunkHit(key, Tier.DRAM if record is not None else Tier.DISK))
+            hits.append(ChunkHit(key, Tier.DISK if record is None else Tier.DRAM))
         return tuple(hits[: usable_chunks(layout, present)])
 
     def touch(self, match: Ready) -> None:
