@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
+from kvtier.cache.worker import CacheWorker
 from kvtier.codecs.gpu import Shipment, batches, cuda_mover, mark
+from kvtier.codecs.sections import section_offset
+from kvtier.interfaces import BlockCodec
 from kvtier.testing.pools import TorchPool
-from kvtier.types import Direction, GroupKind, KVGroup, Part, ShardLayout
+from kvtier.types import (
+    Direction,
+    GroupKind,
+    KVGroup,
+    Part,
+    Placement,
+    Plan,
+    Result,
+    ShardLayout,
+    Slot,
+)
 from kvtier_kernels import pinned
 from tests.lib.host_queues import CODECS, CUDA, made_codec, made_mark, made_move, shipments
 
@@ -183,3 +197,49 @@ def test_offsets_beyond_two_to_the_31st(name: str) -> None:
     for part in Part:
         moved = pool.layer_view(0, 0, part)[list(blocks)].cpu()
         assert torch.equal(moved, few.layer_view(0, 0, part))
+
+
+class KnownByName:
+    """What a worker asks for codecs, without the registry."""
+
+    def get(self, name: str) -> BlockCodec:
+        return made_codec(name, LAYOUT)
+
+    def observe(self, pool: object, move: object) -> None:
+        """Nothing is learned."""
+
+
+@pytest.mark.parametrize("locked", [True, False])
+def test_b01_a_worker_stores_and_loads_behind_the_engines_stream(
+    monkeypatch: pytest.MonkeyPatch, *, locked: bool
+) -> None:
+    """Plan by plan, asked for while the engine's kernels still run; also without page-locking."""
+    if not locked:
+        monkeypatch.setattr(pinned, "register", lambda _: False)
+    made = made_codec("raw", LAYOUT)
+    slot_bytes = section_offset(made, LAYOUT, LAYOUT.sections)
+    arena = memoryview(bytearray(2 * slot_bytes))
+    pool = pool_for(LAYOUT)
+    worker = CacheWorker(Placement(), arena, codecs=KnownByName())  # type: ignore[arg-type]
+    worker.register_pool(pool)
+    moves = tuple(
+        replace(made_move(made, LAYOUT, blocks), slot=Slot(nth * slot_bytes, slot_bytes))
+        for nth, blocks in enumerate((BLOCKS, tuple(range(32, 48))))
+    )
+    deadline = time.monotonic() + 100
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        keep_busy()
+        pool.fill_values(12)
+        stored = pool.layer_view(0, 7, Part.V)[list(BLOCKS)].clone()
+        worker.execute(Plan(1, Direction.STORE, deadline, moves))
+        while not (results := worker.poll()):
+            torch.cuda.current_stream().synchronize()
+        assert results == [Result(1, 0, ok=True)]
+        keep_busy()
+        pool.poison()
+        worker.execute(Plan(2, Direction.LOAD, deadline, moves))
+        while not (results := worker.poll()):
+            torch.cuda.current_stream().synchronize()
+        assert results == [Result(2, 0, ok=True)]
+        assert torch.equal(pool.layer_view(0, 7, Part.V)[list(BLOCKS)], stored)
+    worker.close()
