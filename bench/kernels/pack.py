@@ -16,7 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
-from bench.lib.transfer import Journal, Lab, measure  # noqa: E402
+from bench.lib.journal import Journal  # noqa: E402
+from bench.lib.transfer import Lab  # noqa: E402
+from bench.lib.transfer_ways import measure  # noqa: E402
 from kvtier.types import Direction  # noqa: E402
 
 CODECS = ("int4", "int8", "raw", "int5k4v", "fp8", "int6", "lossless", "int4-g128")

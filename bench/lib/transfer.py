@@ -8,16 +8,11 @@ times the L2 cache.
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -38,19 +33,7 @@ from kvtier_kernels.transfer.lane import CudaQueues, Lane, Way
 from kvtier_kernels.transfer.triton import UNLIMITED, launch
 
 HBM: Final = Way(direct=True, programs=UNLIMITED)
-#: Rows, warps and tiles in flight, and with how many programs; zeros stand for a kernel's own.
-SHAPES: Final[dict[tuple[int, int, int], tuple[int, ...]]] = {
-    (0, 0, 1): (16, 32, UNLIMITED),
-    (64, 8, 1): (16, 32, 64, UNLIMITED),
-    (64, 8, 2): (16, 32, 64),
-    (128, 8, 1): (16, 32),
-}
-STAGED_SHAPES: Final[dict[tuple[int, int, int], tuple[int, ...]]] = {
-    (0, 0, 1): (32, UNLIMITED),
-    (64, 8, 1): (16, 32, UNLIMITED),
-}
 STAGED: Final = Way(direct=False, programs=32)
-FEW: Final = 32
 
 
 class Pool:
@@ -310,142 +293,3 @@ class Lab:
             "matrix_ms": spread([each * 1e3 for each in seconds]),
             "gb_per_s_beside": moved[0] * self.pool_bytes / elapsed / 1e9,
         }
-
-
-def copy_batches(lab: Lab, piece_bytes: int) -> dict[str, Any]:
-    """One call of the driver for many small copies, instead of a kernel: CUDA 12.8 or later."""
-    from cuda.bindings import runtime
-
-    count = min(8192, lab.slots.numel() // piece_bytes)
-    device = torch.empty(2 * count * piece_bytes, dtype=torch.uint8, device=lab.device)
-    order = torch.randperm(2 * count, generator=torch.Generator().manual_seed(3)).tolist()
-    scattered = [device.data_ptr() + piece_bytes * place for place in order[:count]]
-    together = [lab.slots.data_ptr() + piece_bytes * nth for nth in range(count)]
-    packs = lab.direction is Direction.STORE
-    targets, sources = (together, scattered) if packs else (scattered, together)
-    attributes = runtime.cudaMemcpyAttributes()
-    order_of_stream = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
-    attributes.srcAccessOrder = order_of_stream
-    stream = torch.cuda.Stream()
-    seconds: list[float] = []
-    for _ in range(6):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        error, *_ = runtime.cudaMemcpyBatchAsync(
-            targets, sources, [piece_bytes] * count, count, [attributes], [0], 1,
-            stream.cuda_stream,
-        )  # fmt: skip
-        stream.synchronize()
-        seconds.append(time.perf_counter() - start)
-        if int(error):
-            raise RuntimeError(str(error))
-    moved = count * piece_bytes
-    return {"pieces": count, "gb_per_s": spread([moved / each / 1e9 for each in seconds[1:]])}
-
-
-class Journal:
-    """Rows as JSON, on standard output and under ``$OUT``; ends when the time is used up."""
-
-    def __init__(self, name: str, budget_s: float) -> None:
-        self._name = name
-        self._end = time.monotonic() + budget_s
-        folder = Path(os.environ.get("OUT", "/tmp"))
-        self._file = (folder / f"{name}.jsonl").open("a")
-
-    @property
-    def over(self) -> bool:
-        """Whether the time is used up."""
-        return time.monotonic() > self._end
-
-    def row(self, **figures: Any) -> None:
-        """Write one row."""
-        line = json.dumps({"bench": self._name, **figures}, default=str)
-        print(line, flush=True)
-        print(line, file=self._file, flush=True)
-
-    def attempt(
-        self, what: dict[str, Any], measure: Callable[[], dict[str, Any]]
-    ) -> dict[str, Any]:
-        """Write what was measured, or why it was not; the other cases go on."""
-        if self.over:
-            return {}
-        try:
-            found = measure()
-        except Exception as error:
-            self.row(**what, error=repr(error), trace=traceback.format_exc()[-600:])
-            return {}
-        self.row(**what, **found)
-        return found
-
-
-def ways() -> Iterator[tuple[str, Way]]:
-    """All that are measured: straight to the host and over a buffer, tiles of several shapes."""
-    for direct, shapes in ((True, SHAPES), (False, STAGED_SHAPES)):
-        for (rows, warps, stages), counts in shapes.items():
-            for programs in counts:
-                yield "direct" if direct else "staged", Way(direct, programs, rows, warps, stages)
-
-
-def measure(lab: Lab, journal: Journal, names: Sequence[str], rounds: int) -> None:
-    """Measure codec by codec."""
-    limits = lab.limits()
-    journal.row(limits=limits, device=lab.name, torch=torch.__version__)
-    link = limits["d2h" if lab.direction is Direction.STORE else "h2d"]
-    journal.attempt({"codec": "none"}, lambda: lab.matrices(None, HBM))
-    for piece_bytes in (256, 4096, 32_768):
-        what = {"codec": "none", "kind": "driver's batch", "piece_bytes": piece_bytes}
-        journal.attempt(what, partial(copy_batches, lab, piece_bytes))
-    for name in names:
-        codec = lab.codec(name)
-        if passes(lab, journal, codec):
-            in_hbm(lab, journal, codec)
-            beside(lab, journal, codec, over_the_link(lab, journal, codec, rounds, link))
-
-
-def passes(lab: Lab, journal: Journal, codec: BlockCodec) -> bool:
-    """The gate, both ways across the link."""
-
-    def gate(way: Way) -> dict[str, Any]:
-        lab.gate(codec, way)
-        return {"passed": True}
-
-    direct = journal.attempt({"codec": codec.name, "gate": "direct"}, lambda: gate(HBM))
-    staged = journal.attempt({"codec": codec.name, "gate": "staged"}, lambda: gate(STAGED))
-    return bool(direct and staged)
-
-
-def in_hbm(lab: Lab, journal: Journal, codec: BlockCodec) -> None:
-    """Kernels alone."""
-    for rows, warps in ((0, 0), (32, 4), (64, 8)):
-        way = replace(HBM, rows=rows, warps=warps)
-        what = {"codec": codec.name, "kind": "hbm", **asdict(way)}
-        journal.attempt(what, partial(lab.timed_in_hbm, codec, way, 5))
-
-
-def over_the_link(
-    lab: Lab, journal: Journal, codec: BlockCodec, rounds: int, link: float
-) -> dict[str, tuple[float, Way]]:
-    """All ways; the fastest of each kind with few programs, and with many."""
-    best: dict[str, tuple[float, Way]] = {}
-    for kind, way in ways():
-
-        def timed(way: Way = way) -> dict[str, Any]:
-            found = lab.timed(codec, way, rounds)
-            return {**found, "share_of_link": found["wire_gb_per_s"] / link}
-
-        found = journal.attempt({"codec": codec.name, "kind": kind, **asdict(way)}, timed)
-        if found:
-            name = kind if way.programs <= FEW else f"{kind}, many"
-            speed = found["gb_per_s"]["p50"]
-            if name not in best or speed > best[name][0]:
-                best[name] = speed, way
-    return best
-
-
-def beside(
-    lab: Lab, journal: Journal, codec: BlockCodec, best: dict[str, tuple[float, Way]]
-) -> None:
-    """A model's products beside the fastest ways."""
-    for kind, (speed, way) in best.items():
-        what = {"codec": codec.name, "best": kind, "gb_per_s": speed, **asdict(way)}
-        journal.attempt(what, partial(lab.matrices, codec, way))

@@ -229,7 +229,9 @@ def test_b01_a_worker_stores_and_loads_behind_the_engines_stream(
     deadline = time.monotonic() + 100
     with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
         keep_busy()
-        pool.fill_values(12)
+        for layer in range(LAYOUT.layers):
+            for part in Part:
+                pool.layer_view(0, layer, part).normal_()
         stored = pool.layer_view(0, 7, Part.V)[list(BLOCKS)].clone()
         worker.execute(Plan(1, Direction.STORE, deadline, moves))
         while not (results := worker.poll()):
