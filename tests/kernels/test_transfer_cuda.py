@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -49,19 +49,8 @@ def pool_for(layout: ShardLayout, block_count: int = 48, device: str = "cuda") -
 
 def in_a_thread(run: Callable[[], None]) -> None:
     """As a worker does: on none of the engine's streams."""
-    failures: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            run()
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    if failures:
-        raise failures[0]
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(run).result()
 
 
 def locked_shipment(name: str) -> tuple[Shipment, memoryview]:

@@ -1,7 +1,4 @@
-"""In which order a lane gives its two queues what, with queues that do it at once.
-
-On a machine with a GPU kernels cannot be interpreted, so there is nothing to do here.
-"""
+"""In which order a lane gives its two queues what, with queues that do it at once."""
 
 from __future__ import annotations
 
@@ -12,11 +9,9 @@ import pytest
 from kvtier.errors import CodecError
 from kvtier.testing.pools import TorchPool
 from kvtier.types import Direction, GroupKind, KVGroup, Part, ShardLayout
-from tests.lib.host_queues import CUDA, made_codec, made_move, made_mover, shipments
+from tests.lib.host_queues import DEVICE, made_codec, made_move, made_mover, shipments
 
 from kvtier_kernels.transfer.lane import Way  # isort: skip
-
-pytestmark = pytest.mark.skipif(CUDA, reason="needs Triton's interpreter")
 
 DIRECT, STAGED = Way(direct=True, programs=3), Way(direct=False, programs=2)
 LAYOUT = ShardLayout(3, 2, 64, 64, "bfloat16", 16, section_layers=2)
@@ -25,7 +20,7 @@ BLOCKS = (7, 2, 19, 3)
 
 def pool_for() -> TorchPool:
     group = KVGroup(GroupKind.FULL, (0, 1, 2), 2, 64, 64, "bfloat16")
-    return TorchPool([group], block_count=24, block_tokens=4)
+    return TorchPool([group], block_count=24, block_tokens=4, device=DEVICE)
 
 
 def test_b01_nothing_starts_before_the_mark_and_all_ends_before_the_return() -> None:

@@ -39,7 +39,10 @@ CODECS = ("raw", "fp8", "int8", "int6", "int5k4v", "int4", "int4-g128", "lossles
 
 
 class HostQueues:
-    """Does at once what it is given, and notes in which order: ``log`` may be shared."""
+    """Does at once what it is given (on a GPU: on the current stream), and notes in which order.
+
+    ``log`` may be shared.
+    """
 
     def __init__(self, name: str, log: list[str]) -> None:
         self._name = name
@@ -47,7 +50,7 @@ class HostQueues:
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cpu")
+        return torch.device(DEVICE)
 
     @property
     def handle(self) -> int:
@@ -73,6 +76,8 @@ class HostQueues:
 
     def finish(self) -> None:
         self._log.append(f"{self._name} finish")
+        if CUDA:
+            torch.cuda.synchronize()
 
 
 def queues_for(direction: Direction, log: list[str] | None) -> Queues:
@@ -90,7 +95,7 @@ def made_mover(
     log: list[str] | None = None,
     staging_bytes: int = STAGING_BYTES,
 ) -> GpuMover:
-    """A mover for a pool on ``DEVICE``; with a ``log``, for one in the host's memory."""
+    """A mover for a pool on ``DEVICE``; with a ``log``, in what order its lanes do what."""
     lanes = {
         direction: Lane(
             queues_for(direction, log),
