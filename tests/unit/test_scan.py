@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -97,6 +98,15 @@ def test_the_older_of_two_is_of_no_use(tmp_path: Path) -> None:
     found = scanned(tmp_path)
     assert [row.generation for row in found.rows] == [20]
     assert paths_of(found.useless) == set(older)
+
+
+def test_a_copy_in_another_place_is_of_no_use_and_the_file_is_a_row(tmp_path: Path) -> None:
+    paths = put(tmp_path, "a", generation=10)
+    shutil.copytree(tmp_path / "shards", tmp_path / "shards" / "zz" / "copy")
+    found = scanned(tmp_path)
+    assert [row.key for row in found.rows] == [chunk_key("a")]
+    assert len(found.useless) == len(paths)
+    assert paths_of(found.useless).isdisjoint(paths)
 
 
 def test_files_that_contradict_each_other_are_of_no_use(tmp_path: Path) -> None:

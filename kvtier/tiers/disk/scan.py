@@ -75,6 +75,10 @@ def scan(files: Files, infos: Iterable[FileInfo]) -> Scanned:
         try:
             header = _read_header(files, info, buffer)
             shard = _Shard(header, info, check_file(header, info))
+            place = shard_path("/", header.chunk, header.shard, shard.generation)
+            if not info.path.endswith(place):
+                useless.append(info)  # A copy of a folder: nobody would find it here.
+                continue
         except FileNotFoundError:
             continue
         except (ShardError, OSError) as error:
