@@ -73,10 +73,14 @@ class Storer:
         """Order what is not held yet; stop at the first chunk that is refused.
 
         What came back from a lossy codec is never packed a second time: where no tier holds it any
-        more, it stays away.
+        more, it stays away. Raises ``CodecError`` for a layout that a codec cannot pack, and then
+        has reserved nothing.
         """
         layout = sequence.namespace.layout
         codec = self._shapes.codecs.packing(self._codec, sequence.namespace)
+        if self._disk_codec is not None:  # One that cannot pack this raises before room is taken.
+            disk_codec = self._shapes.codecs.packing(self._disk_codec, sequence.namespace)
+            self._shapes.of(layout, 1, disk_codec)
         writers = shard_writers(layout, self._shapes.of(layout, 1, codec), self._workers)
         moves: list[Move] = []
         stored: list[_Stored] = []
