@@ -68,6 +68,7 @@ class Storer:
         self._disk_codec = disk_codec
         self._workers = workers
         self.inflight_count = 0
+        self._staging_count = 0
 
     def begin(self, sequence: Sequence, chunks: range, blocks: Blocks) -> Plan | None:
         """Order what is not held yet; stop at the first chunk that is refused.
@@ -145,7 +146,9 @@ class Storer:
 
     def _stage(self, sequence: Sequence, chunk: int) -> DramRecord | None:
         """Reserve room for what goes to disk; None: it takes what DRAM has, as ever."""
-        if self._disk_codec is None or self._writeout is None or not self._writeout.takes_staged:
+        if self._disk_codec is None or self._writeout is None:
+            return None
+        if not self._writeout.takes_staged(self._staging_count):
             return None
         codec = self._shapes.codecs.packing(self._disk_codec, sequence.namespace)
         shape = self._shapes.of(sequence.namespace.layout, chunk, codec)
@@ -154,10 +157,13 @@ class Storer:
         if self._dram.index.get(key) is not None:
             return None
         entry = Entry(key, None, shape.chunk_bytes, chunk)
-        return self._dram.reserve(entry, sequence.root, shape.codec, shape.sizes)
+        staged = self._dram.reserve(entry, sequence.root, shape.codec, shape.sizes)
+        self._staging_count += staged is not None
+        return staged
 
     def _end(self, stored: list[_Stored], layout: KVLayout, reason: MissReason | None) -> None:
         self.inflight_count -= len(stored)
+        self._staging_count -= sum(pair.staged is not None for pair in stored)
         for pair in stored:
             record, staged = pair.record, pair.staged
             if reason is not None:

@@ -95,10 +95,13 @@ class Writeout:
         """Chunks in DRAM that are to be written and are not being written yet."""
         return len(self._dirty)
 
-    @property
-    def takes_staged(self) -> bool:
-        """True while few chunks are kept in DRAM that were packed for the disk alone."""
-        return self._staged_count < STAGED_CHUNKS_MAX
+    def takes_staged(self, packing_count: int) -> bool:
+        """Tell whether DRAM may keep one more chunk that is packed for the disk alone.
+
+        Few at a time, ``packing_count`` of which are still being packed, and only where they are
+        written soon: they cannot be evicted.
+        """
+        return self._write_all and packing_count + self._staged_count < STAGED_CHUNKS_MAX
 
     @property
     def inflight_count(self) -> int:

@@ -11,7 +11,7 @@ from kvtier.cache.cache import Cache
 from kvtier.cache.match import Ready
 from kvtier.cache.sequence import Sequence
 from kvtier.config import CacheConfig, DiskConfig, WriteMode
-from kvtier.constants import KIB, MIB
+from kvtier.constants import KIB, MIB, STAGED_CHUNKS_MAX
 from kvtier.errors import CodecError
 from kvtier.obs.stats import TierStats
 from kvtier.testing.engine_double import wait_until
@@ -71,6 +71,24 @@ def room(tmp_path: Path) -> Iterator[Room]:
     yield room
     room.files.inject()
     room.cache.check_integrity()
+    room.cache.close()
+
+
+def test_one_long_store_is_staged_in_part(room: Room) -> None:
+    plan = room.begin(room.sequence(0, 2 * STAGED_CHUNKS_MAX))
+    codecs = [move.codec for move in plan.moves]
+    assert codecs.count("int8") == 2 * STAGED_CHUNKS_MAX
+    assert codecs.count("int5k4v") == STAGED_CHUNKS_MAX
+    room.cache.finish([Result(plan.plan_id, 0, ok=True)])
+    room.written()
+    assert room.dram().pinned_chunks == 0
+
+
+def test_write_back_stages_nothing(tmp_path: Path) -> None:
+    room = Room(tmp_path, mode=WriteMode.BACK)
+    room.store(0, 8)
+    assert (room.dram().chunks, room.dram().pinned_chunks) == (8, 0)
+    assert room.cache.stats().writes_queued == 8
     room.cache.close()
 
 
