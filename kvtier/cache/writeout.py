@@ -101,7 +101,12 @@ class Writeout:
         Few at a time, ``packing_count`` of which are still being packed, and only where they are
         written soon: they cannot be evicted.
         """
-        return self._write_all and packing_count + self._staged_count < STAGED_CHUNKS_MAX
+        soon = self._write_all and self._disk_is_well
+        return soon and packing_count + self._staged_count < STAGED_CHUNKS_MAX
+
+    @property
+    def _disk_is_well(self) -> bool:
+        return any(lane.volume.state[0] in ("ok", "opening") for lane in self._lanes)
 
     @property
     def inflight_count(self) -> int:
@@ -153,6 +158,24 @@ class Writeout:
             if self._dram.index.ready(record.entry.key) is record and not record.pins:
                 self._dram.leave(record)
 
+    def _unstage(self) -> None:
+        """Keep nothing for a disk that fails: once it is back it takes what DRAM has."""
+        if self._disk_is_well or not self._staged_count:
+            return
+        for key, dirty in list(self._dirty.items()):
+            if dirty.staged is None:
+                continue
+            record = self._dram.index.ready(key)
+            if record is None:
+                self._take(key)
+                self._refuse(key)
+            else:
+                entry = replace(dirty.entry, nbytes=record.entry.nbytes)
+                self._dirty[key] = replace(dirty, entry=entry, staged=None)
+                self._dirty_bytes += entry.nbytes - dirty.entry.nbytes
+                self._staged_count -= 1
+            self._end_staged(dirty.staged)
+
     def left_disk(self, key: ChunkKey) -> None:
         """Note that the disk gave a chunk up."""
         self._admission.left(key, self._clock.now())
@@ -171,6 +194,7 @@ class Writeout:
 
     def pump(self) -> None:
         """Start as many writes as may be out; else the chores that wait for no write."""
+        self._unstage()
         while self._dirty and self._disk.writable():
             if not self._enough() and not any(lane.volume.write_probe_due for lane in self._lanes):
                 break

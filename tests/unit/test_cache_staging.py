@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from kvtier.constants import KIB, MIB, STAGED_CHUNKS_MAX
 from kvtier.errors import CodecError
 from kvtier.obs.stats import TierStats
 from kvtier.testing.engine_double import wait_until
-from kvtier.testing.fault_files import FaultyFiles, FileOperation
+from kvtier.testing.fault_files import EVER, FaultyFiles, FileFailure, FileGate, FileOperation
 from kvtier.types import Blocks, Fidelity, GroupKind, KVGroup, KVLayout, Namespace, Plan, Result
 
 CHUNK = 32
@@ -82,6 +83,30 @@ def test_one_long_store_is_staged_in_part(room: Room) -> None:
     room.cache.finish([Result(plan.plan_id, 0, ok=True)])
     room.written()
     assert room.dram().pinned_chunks == 0
+
+
+def test_b110_a_full_disk_pins_nothing(room: Room) -> None:
+    failure = FileFailure(operations=WRITES, last=EVER, errno=errno.ENOSPC)
+    room.files.inject(failure)
+    room.store(0, 16)
+    wait_until(lambda: room.cache.stats().degraded, "the disk does not fail")
+    wait_until(lambda: not room.dram().pinned_chunks, "chunks are staged for a disk that fails")
+    assert room.dram().chunks == 16, "they are kept in DRAM and nothing else is"
+    room.files.inject()
+    room.written()
+    assert room.cache.stats().tiers[1].chunks == 16
+
+
+def test_b96_what_hangs_holds_what_is_being_written_alone(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.cache.writeout.WRITE_DEADLINE_S", 0.05)
+    gate = FileGate(operations=(FileOperation.CREATE,))
+    room.files.inject(gate)
+    room.store(0, 16)
+    wait_until(lambda: room.dram().pinned_chunks <= 4, "chunks are staged for a disk that hangs")
+    gate.open()
+    room.written()
 
 
 def test_write_back_stages_nothing(tmp_path: Path) -> None:
