@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -78,6 +79,7 @@ class DiskConfig:
             f"at least {ALIGN_BYTES}",
         )
         _require(bool(self.policy), "disk.policy", self.policy, "a policy's name")
+        _require(self.codec != "", "disk.codec", self.codec, "a codec's name")
         _require(bool(self.admission), "disk.admission", self.admission, "an admission's name")
         _require(
             self.write_bytes_per_day >= 0,
@@ -86,7 +88,7 @@ class DiskConfig:
             "0 (no bound) or more",
         )
         _require(
-            all(self.paths) and len(set(self.paths)) == len(self.paths),
+            all(self.paths) and len(set(map(os.path.abspath, self.paths))) == len(self.paths),
             "disk.more_paths",
             self.more_paths,
             "directories, each named once",

@@ -226,3 +226,15 @@ def test_where_names_the_table() -> None:
         from_table(CacheConfig, {"x": 1}, "cache")
     with pytest.raises(ConfigError, match=r"^cache.disk has no 'x'"):
         from_table(CacheConfig, {"dram_bytes": GIB, "disk": {"x": 1}}, "cache")
+
+
+@pytest.mark.parametrize("again", ["/kv/", "/kv/.", "/kv/../kv"])
+def test_a_directory_under_another_spelling_is_refused(again: str) -> None:
+    """It would be locked by the first, and half of the bound never used."""
+    with pytest.raises(ConfigError, match="each named once"):
+        DiskConfig("/kv", more_paths=(again,))
+
+
+def test_a_disk_codec_without_a_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="codec"):
+        DiskConfig("/kv", codec="")
