@@ -69,6 +69,7 @@ EPOCHS_WAIT_S_MAX: Final = 1.0
 JOURNAL_ROWS_MAX: Final = 1 << 25
 JOURNAL_KINDS_BYTES_MAX: Final = 64 * MIB
 JOURNAL_BATCH_BYTES_MAX: Final = 32 * MIB
+JOURNAL_BATCH_CHANGES_MAX: Final = 16_384
 JOURNAL_LOG_BYTES_MAX: Final = GIB
 # A log is folded into a new snapshot above this many changes, or above half of the rows.
 JOURNAL_CHANGES_LOGGED: Final = 65_536

@@ -20,7 +20,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgpack  # type: ignore[import-untyped]
@@ -31,6 +31,7 @@ from kvtier.constants import (
     ALIGN_BYTES,
     DIGEST_BYTES,
     JOURNAL_BATCH_BYTES_MAX,
+    JOURNAL_BATCH_CHANGES_MAX,
     JOURNAL_KINDS_BYTES_MAX,
     JOURNAL_ROWS_MAX,
     SHARD_BYTES_MAX,
@@ -62,6 +63,19 @@ class Changes:
 
     def __len__(self) -> int:
         return len(self.added) + len(self.removed) + len(self.used)
+
+    def parts(self) -> Iterator[Changes]:
+        """Cut into changes that fit into a batch each, to be written one after the other."""
+        most = JOURNAL_BATCH_CHANGES_MAX
+        if len(self) <= most:
+            yield self
+            return
+        for start in range(0, len(self.added), most):
+            yield replace(self, added=self.added[start : start + most], removed=(), used=())
+        for start in range(0, len(self.removed), most):
+            yield replace(self, added=(), removed=self.removed[start : start + most], used=())
+        for start in range(0, len(self.used), most):
+            yield replace(self, added=(), removed=(), used=self.used[start : start + most])
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,7 +202,8 @@ class ShardFiles:
         self._raise_if_lost()
         try:
             self._begin_journal()
-            self._journal.append(changes)
+            for part in changes.parts():
+                self._journal.append(part)
             if self._durability is Durability.EACH:
                 self._journal.sync()
             if self._journal.compact_due():
