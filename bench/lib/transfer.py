@@ -108,7 +108,7 @@ class Lab:
 
     def mark(self) -> Any:
         """An event on the default stream."""
-        event = torch.cuda.Event()
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.default_stream())
         return event
 
@@ -240,12 +240,15 @@ class Lab:
         moved = self.pool_bytes * len(addresses) / len(self.chunks)
         return {"gb_per_s": spread([moved / each / 1e9 for each in seconds])}
 
-    def on_device(self, run: Callable[[], None], rounds: int) -> list[float]:
+    def on_device(self, run: Callable[[], object], rounds: int) -> list[float]:
         """Seconds by events, each round by itself."""
         run()
         seconds: list[float] = []
         for _ in range(rounds):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start, end = (
+                torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                for _ in range(2)
+            )
             start.record()
             run()
             end.record()

@@ -215,10 +215,13 @@ class Scheduler:
         room = needed + len(self._running)
         if not self._has_room(room, found, request):
             return _Verdict.NO_ROOM
-        answer = self._link.lookup(request) if len(found) * step < usable else None
+        # Asked even where HBM has all of it: the tiers should know what is in use.
+        answer = self._link.lookup(request)
         if isinstance(answer, Pending):
-            request.status = Status.LOOKUP
-            return _Verdict.LATER
+            if len(found) * step < usable:
+                request.status = Status.LOOKUP
+                return _Verdict.LATER
+            answer = None
         end = None if answer is None else load_end(len(found) * step, answer.tokens, usable, step)
         if end is not None and len(self._loading) >= self._config.max_num_seqs:
             return _Verdict.LATER

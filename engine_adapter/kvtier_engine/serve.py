@@ -16,12 +16,12 @@ from prometheus_client import CollectorRegistry
 
 from kvtier.cache.cache import Cache
 from kvtier.cache.planner import chunk_shape
+from kvtier.cache.warm_up import warm_up
 from kvtier.cache.worker import CacheWorker
 from kvtier.clock import SystemClock
 from kvtier.codecs.known import KnownCodecs
 from kvtier.config import CacheConfig, format_size
 from kvtier.errors import ConfigError
-from kvtier.registry import codecs
 from kvtier.types import Fidelity, KVLayout, Namespace, Placement
 from kvtier_engine.access_recorder import AccessRecorder, open_recorder
 from kvtier_engine.api.admission import Admission
@@ -156,7 +156,7 @@ def build(settings: Settings) -> Server:
         created=int(time.time()),
     )
     cache_config = config.cache_config()
-    chunk_bytes = chunk_shape(layout, codecs.load(config.codec)()).chunk_bytes
+    chunk_bytes = chunk_shape(layout, KnownCodecs().get(config.codec)).chunk_bytes
     if cache_config is not None:
         _check_chunks(cache_config, chunk_bytes, config.chunk_tokens, model.context_tokens)
     runner = ModelRunner(loaded, pool, max_rows=config.max_num_seqs)
@@ -261,6 +261,14 @@ def _tiers_boundary(
         return None, f"{type(error).__name__}: {error}"
     worker = CacheWorker(Placement(), cache.arena, codecs=cache.codecs)
     worker.register_pool(pool)
+    warm_up(
+        worker,
+        cache.codecs,
+        [cache.codecs.packing(name, namespace) for name in config.codecs],
+        namespace.layout,
+        block_tokens=pool.block_tokens,
+        arena_bytes=config.dram_bytes,
+    )
     return Tiers(cache, worker), ""
 
 

@@ -31,6 +31,7 @@ _DISK_ONLY: Final = (
     "disk_admission",
     "disk_write_bytes_per_day",
     "disk_mode",
+    "disk_codec",
     "durability",
 )
 _CACHE_ONLY: Final = ("dram", "policy", "disk", *_DISK_ONLY, "codec")

@@ -352,7 +352,7 @@ class Cache:
                 load.end(MissReason.CANCELLED)
             if self._writeout is not None:
                 self._writeout.flush()
-        self._executor.close(timeout_s)
+        self._executor.close(timeout_s, [opener.finish for opener in self._openers])
         for opener in self._openers:
             opener.close()
         with self._lock:

@@ -12,8 +12,10 @@ import logging
 import math
 import queue
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import TypeVar
 
 from kvtier.constants import HOUSEKEEPING_S, IO_THREADS_DEFAULT
@@ -134,12 +136,22 @@ class Executor:
         """Run what a later write will wait for; the write takes the future's result."""
         return self._ahead.submit(work)
 
-    def close(self, timeout_s: float) -> None:
-        """Stop ticking, wait for work as long as allowed (what it starts included), end."""
+    def close(self, timeout_s: float, last: Sequence[Callable[[], None]] = ()) -> None:
+        """Stop ticking, wait for work as long as allowed (what it starts included), end.
+
+        ``last`` is what each lane does at the very end, in its writing thread and within the same
+        time: where that still hangs, it is not done.
+        """
         if self._closing.is_set():
             return
         self._closing.set()
+        end = time.monotonic() + timeout_s
         asyncio.run_coroutine_threadsafe(self._drain(timeout_s), self._loop).result()
+        ending = [
+            writer.submit(partial(_outcome_boundary, work))
+            for writer, work in zip(self._writers, last, strict=False)
+        ]
+        wait(ending, max(0.0, end - time.monotonic()))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         for pool in (*self._readers, self._ahead, *self._writers):

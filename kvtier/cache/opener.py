@@ -97,18 +97,28 @@ class VolumeOpener:
         except OSError as error:
             raise TierUnavailableError(f"the epoch is kept in memory: {error}") from error
 
+    def finish(self) -> None:
+        """Make the last epochs, chores and group durable; in the writing thread, as its last."""
+        steps = [self._last_epochs, self._last_chores]
+        if self._groups:
+            steps.append(self._files.commit_group)
+        for step in steps:
+            try:
+                step()
+            except OSError as error:
+                _log.warning("not everything was synced at the end: %s", error)
+
     def close(self) -> None:
-        """Make the last group and epoch durable and let go; after the executor has ended."""
-        try:
-            if self._groups:
-                self._files.commit_group()
-            if self._volume.opened:
-                self._volume.do(self._volume.take_chores())
-            if self._epochs.unsaved(self._volume.number):
-                self._save()
-        except OSError as error:
-            _log.warning("not everything was synced at the end: %s", error)
+        """Let another process have the directory."""
         self._files.close()
+
+    def _last_epochs(self) -> None:
+        if self._epochs.unsaved(self._volume.number):
+            self._save()
+
+    def _last_chores(self) -> None:
+        if self._volume.opened:
+            self._volume.do(self._volume.take_chores())
 
     def _write(self, work: Callable[[], object], settle: Callable[..., None]) -> None:
         self._busy = True

@@ -119,11 +119,12 @@ class CacheWorker:
     def _perform_boundary(self, plan: Plan, after: Any) -> Result:
         """Execute one plan; whatever happens becomes its result, because the cache waits for it."""
         worker = self._placement.worker
+        seen: set[object] = set()
         try:
             for batch in self._batches(plan):
                 if self._clock.now() >= plan.deadline:
                     return Result(plan.plan_id, worker, ok=False, reason=MissReason.DEADLINE)
-                self._ship(plan.direction, batch, after)
+                self._ship(plan.direction, batch, after, seen)
         except CodecError as error:
             return Result(plan.plan_id, worker, False, MissReason.CODEC, str(error))
         except KVTierError as error:
@@ -148,15 +149,20 @@ class CacheWorker:
         payload = self._arena[start : move.slot.offset + move.slot.nbytes]
         return Shipment(self._codecs.get(move.codec), move, payload)
 
-    def _ship(self, direction: Direction, batch: list[Shipment], after: Any) -> None:
+    def _ship(
+        self, direction: Direction, batch: list[Shipment], after: Any, seen: set[object]
+    ) -> None:
         assert self._pool is not None, "a plan before a pool"
         if self._mover is not None:
             self._mover.move(direction, batch, after)
         else:
             one_by_one(direction, batch, self._pool)
         if direction is Direction.STORE:
-            for shipment in batch:
-                self._codecs.observe(self._pool, shipment.move)
+            for move in [shipment.move for shipment in batch]:
+                # What is packed a second time, for the disk, teaches nothing new.
+                if (place := (move.shard, move.position_start, move.first_section)) not in seen:
+                    seen.add(place)
+                    self._codecs.observe(self._pool, move)
 
 
 def _on_cuda(pool: PagedPool) -> bool:

@@ -49,7 +49,16 @@ MODEL_SHAPES: Final = {
 }
 
 #: Bytes per number of K and V, scales included. ``raw`` is a bfloat16 pool.
-CODEC_BYTES: Final = {"raw": 2.0, "fp8": 1.0, "int4": 0.53125}
+CODEC_BYTES: Final = {
+    "raw": 2.0,
+    "lossless": 1.5625,
+    "fp8": 1.0,
+    "int8": 1.015625,
+    "int6": 0.765625,
+    "int5k4v": 0.578125,
+    "int5k4v-c": 0.578125,
+    "int4": 0.53125,
+}
 
 
 def model_shape(name: str) -> ModelShape:

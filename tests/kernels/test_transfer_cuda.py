@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def test_b01_a_store_has_what_was_written_just_before(name: str) -> None:
                     pool.layer_view(0, layer, Part.K).fill_(nth + 1)
                     pool.layer_view(0, layer, Part.V).fill_(-nth - 1)
                 after = mark(pool)
-            in_a_thread(lambda after=after: mover.move(Direction.STORE, [shipment], after))
+            in_a_thread(partial(mover.move, Direction.STORE, [shipment], after))
             reference = pool_for(LAYOUT, device="cpu")
             for layer in range(LAYOUT.layers):
                 reference.layer_view(0, layer, Part.K).fill_(nth + 1)
@@ -105,7 +106,7 @@ def test_b02_a_load_comes_after_the_last_reader_of_its_blocks() -> None:
                 keep_busy()
                 seen = view[list(BLOCKS)].clone()
                 after = mark(pool)
-            in_a_thread(lambda after=after: mover.move(Direction.LOAD, [shipment], after))
+            in_a_thread(partial(mover.move, Direction.LOAD, [shipment], after))
             # In place when the call returns, for whatever stream reads it now.
             assert torch.equal(view[list(BLOCKS)], torch.full_like(seen, nth))
             torch.cuda.synchronize()

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from kvtier.cache.cache import Cache
-from kvtier.tiers.disk.shard_files import FileSystem
+from kvtier.tiers.disk.files import FileSystem
 from kvtier_engine import serve
 from kvtier_engine.settings import load_settings
 from kvtier_engine.weights.load import load_model

@@ -161,8 +161,8 @@ def made_mark() -> object:
     """All that the current stream has been given; without a GPU everything has been done."""
     if not CUDA:
         return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()  # type: ignore[no-untyped-call]
+    event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
     return event
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,3 +51,25 @@ def test_a_write_that_hangs_makes_the_disk_slow_until_it_ends(
     written(engine)
     disk = tier_stats(engine.cache, Tier.DISK)
     assert (disk.chunks, disk.state) == (1, "ok")
+
+
+def test_a_close_waits_no_longer_than_it_may(setup: CacheSetup) -> None:
+    """Not for a hanging index either, and the books are whole at the next start."""
+    engine = setup.open()
+    engine.store(engine.sequence(range(CHUNK)))
+    written(engine)
+    engine.match(engine.sequence(range(CHUNK)))
+    gate = FileGate(operations=(FileOperation.APPEND,))
+    setup.files.inject(gate)
+    engine.store(engine.sequence(range(100, 100 + CHUNK)))
+    gate.wait_for_arrivals()
+    setup.engines.remove(engine)
+    engine.close()
+    started = time.monotonic()
+    engine.cache.close(timeout_s=0.2)
+    assert time.monotonic() - started < WRITE_DEADLINE_S / 2
+    gate.open()
+    setup.files.inject()
+    engine = setup.open()
+    sequence = engine.sequence(range(CHUNK))
+    assert engine.load(engine.match(sequence)).outcome.end_token == CHUNK

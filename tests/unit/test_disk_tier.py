@@ -208,8 +208,8 @@ class TestRestart:
             lab.shard_files.write(path, slot)
         lab.lose_index()
         assert lab.restart()
-        for name in range(10):
-            assert lab.write(name)
+        for number_of in range(10):
+            assert lab.write(number_of)
         assert set(lab.evicted) == {chunk_key(name) for name in "xyz"}
         lab.check()
 

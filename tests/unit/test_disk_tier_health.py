@@ -116,7 +116,7 @@ def test_a_directory_that_goes_away_is_missing_and_comes_back_empty(
     assert not lab.tier.opened
     assert not lab.tier.readable()
     assert not lab.tier.writable()
-    assert not lab.volume.open_due
+    assert [lab.volume.open_due] == [False]
     lab.clock.advance(HEALTH_BACKOFF_S_MAX)
     assert lab.volume.open_due
     assert lab.open()
@@ -146,16 +146,16 @@ def test_an_open_that_fails_is_tried_again_later_and_later(
     lab = DiskLab(tmp_path / "other", chunks=2, files=files)
     files.inject(FileFailure(operations=(FileOperation.LIST,), errno=errno.EACCES, last=EVER))
     for step in range(3):
-        assert lab.volume.open_due
+        assert [lab.volume.open_due] == [True]
         assert not lab.open()
         assert lab.tier.state[0] == "read_only"
-        assert not lab.volume.open_due
+        assert [lab.volume.open_due] == [False]
         lab.clock.advance(HEALTH_BACKOFF_S_MIN * 2**step)
     files.inject()
-    assert lab.volume.open_due
+    assert [lab.volume.open_due] == [True]
     assert lab.open()
     assert lab.tier.state == ("ok", "")
-    assert not lab.volume.open_due
+    assert [lab.volume.open_due] == [False]
     lab.close()
 
 

@@ -88,7 +88,7 @@ def upkeep(tmp_path: Path) -> Iterator[Upkeep]:
     made = Upkeep(tmp_path / "disk")
     yield made
     made.files.inject()
-    made.executor.close(10.0)
+    made.executor.close(10.0, [made.opener.finish])
     made.opener.close()
 
 

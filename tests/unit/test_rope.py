@@ -49,7 +49,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "partial": {**SIZES, "model_type": "phi", "rope_theta": 10_000.0},
     "gpt-neox": {**SIZES, "model_type": "gpt_neox", "rotary_pct": 0.25, "rotary_emb_base": 10_000},
-    "gpt-j": {"model_type": "gptj", "n_embd": 256, "n_head": 4, "n_layer": 1, "rotary_dim": 32, "n_positions": 131_072},
+    "gpt-j": {
+        "model_type": "gptj",
+        "n_embd": 256,
+        "n_head": 4,
+        "n_layer": 1,
+        "rotary_dim": 32,
+        "n_positions": 131_072,
+    },
     "interleaved": {**SIZES, "model_type": "cohere", "rope_theta": 8_000_000.0},
 }
 

@@ -28,9 +28,12 @@ class Problem(StrEnum):
 
     CORRUPT = "corrupt"  # quarantined
     TWIN = "twin"  # an older file of a shard that was written again: removed
-    ORPHAN = "orphan"  # no lookup can reach it, for its parent is not there: removed
+    ORPHAN = "orphan"  # its parent is not there; of use again when that is stored again: kept
     LEFTOVER = "leftover"  # was being written when its writer was killed: removed, here or at open
     INDEX = "index"  # cannot be trusted, so that a start reads all headers: removed
+
+
+_HARMLESS = frozenset({Problem.LEFTOVER, Problem.ORPHAN})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +60,9 @@ class Verdict:
         """True when nothing is wrong.
 
         What a killed writer leaves in ``incoming`` is as it must be: no name leads there, and the
-        next open removes it.
+        next open removes it. An orphan is sound: its parent may lie in another directory.
         """
-        return all(finding.problem is Problem.LEFTOVER for finding in self.findings)
+        return all(finding.problem in _HARMLESS for finding in self.findings)
 
 
 class Verifier:
@@ -111,10 +114,11 @@ class Verifier:
                 name = os.path.basename(finding.path)
                 target = os.path.join(self._root_of(finding.path), "quarantine", name)
                 self._files.replace(finding.path, target)
-            else:
+            elif finding.problem is not Problem.ORPHAN:
                 self._files.remove(finding.path)
         # What an index says of these files is not true any more.
-        touched = {self._root_of(finding.path) for finding in self._findings}
+        mended = (f for f in self._findings if f.problem not in _HARMLESS)
+        touched = {self._root_of(finding.path) for finding in mended}
         for info in self._list("index"):
             if self._root_of(info.path) in touched:
                 self._files.remove(info.path)
