@@ -17,7 +17,7 @@ from kvtier.admission.budget import BURST_S, DAY_S
 from kvtier.cli.main import app, run
 from kvtier.errors import ConfigError, RegistryError
 from kvtier.sim.report import recommendation, result_table
-from kvtier.sim.shapes import CODEC_BYTES, chunk_bytes, model_shape
+from kvtier.sim.shapes import chunk_bytes, model_shape
 from kvtier.sim.study import Plan, parse_capacity, run_study
 from kvtier.sim.trace import Request, Trace, make_trace
 
@@ -208,7 +208,7 @@ def test_flops_grow_with_context() -> None:
 
 
 def test_a_denser_codec_holds_more() -> None:
-    results = run_study(trace_of(200), plan("lru", codecs=tuple(CODEC_BYTES)))
+    results = run_study(trace_of(200), plan("lru", codecs=("raw", "fp8", "int4")))
     chunks = [each.capacity_chunks for each in results]
     assert chunks == [60, 120, 227]
     hits = [each.prefix_hit_percent for each in results]
