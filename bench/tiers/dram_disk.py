@@ -76,7 +76,7 @@ class Shape:
         return self.payload * self.chunks
 
 
-SHAPES = (Shape("32 MiB (8B)", 32, 8, 128, 8), Shape("6 MiB (135M)", 30, 3, 64, 32))
+SHAPES = (Shape("32 MiB (8B)", 32, 8, 128, 24), Shape("6 MiB (135M)", 30, 3, 64, 96))
 SMOKE = (Shape("tiny", 2, 2, 64, 2),)
 
 # Of each variant: the pool's layout and whether its blocks are used in order.

@@ -9,14 +9,16 @@ from __future__ import annotations
 import pytest
 
 from kvtier.clock import SystemClock
+from kvtier.codecs.centred import CENTRED
 from kvtier.codecs.raw import RawCodec
 from kvtier.interfaces import BlockCodec, Clock, Connector, EvictionPolicy, Listable, PagedPool
 from kvtier.policies.lru import LRU
 from kvtier.registry import codecs, connectors, policies
+from kvtier.testing.calibrations import made_up_calibration
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.faults import Faulty
 from kvtier.testing.pools import TorchPool
-from kvtier.types import ChunkKey, Entry, GroupKind, KVGroup, ShardKey
+from kvtier.types import ChunkKey, Entry, GroupKind, KVGroup, ShardKey, ShardLayout
 from kvtier_connectors.memory import MemoryConnector
 
 
@@ -73,7 +75,9 @@ def test_kinds_of_keys_are_kept_apart() -> None:
 
 @pytest.mark.parametrize("name", codecs.names())
 def test_every_registered_codec_fits(name: str) -> None:
-    assert isinstance(codecs.load(name)(), BlockCodec)
+    layout = ShardLayout(2, 1, 8, 8, "float32", 16)
+    given = (made_up_calibration(layout),) if name in CENTRED else ()
+    assert isinstance(codecs.load(name)(*given), BlockCodec)
 
 
 @pytest.mark.parametrize("name", policies.names())

@@ -344,9 +344,9 @@ def test_b32_b35_b78_another_sound_shard_is_not_the_one_asked_for(name: str, oth
         check_identity(header, **{**expected, name: other})  # type: ignore[arg-type]
 
 
-def test_keys_and_format_load_neither_torch_nor_numpy() -> None:
+def test_keys_and_format_load_no_torch() -> None:
     code = (
         "import sys, kvtier.keys, kvtier.layout, kvtier.shard_format, kvtier.cache.sequence\n"
-        "assert not {'torch', 'numpy'} & set(sys.modules)"
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -103,7 +103,7 @@ def test_without_zstandard_the_extra_is_named(
     packed = tmp_path / "packed"
     packed.write_bytes(zstandard.ZstdCompressor().compress(b"{}"))
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(MissingExtraError, match=r"kvtier\[sim\]"):
+    with pytest.raises(MissingExtraError, match=r"kvtier\[zstd\]"):
         read_trace(packed)
 
 

@@ -272,3 +272,14 @@ def test_a_probe_reads_from_the_device(volume: Volume, files: FaultyFiles) -> No
     files.inject(FileFailure(operations=(FileOperation.READ,), last=EVER))
     with pytest.raises(OSError, match="Input/output"):
         volume.files.probe()
+
+
+def test_what_is_being_put_away_is_known_until_it_is_done(volume: Volume) -> None:
+    """A sweep that looks meanwhile would take it for a file that nobody knows."""
+    place = place_of("bad")
+    volume.put_away(place)
+    assert volume.going(place.path)
+    chores = volume.take_chores()
+    assert volume.going(place.path)
+    volume.finish_chores(chores)
+    assert not volume.going(place.path)

@@ -92,6 +92,7 @@ class Volume:
         self._remove: dict[str, DiskPlace] = {}
         self._removing: dict[str, DiskPlace] = {}  # Handed over and not done yet.
         self._quarantine: list[DiskPlace] = []
+        self._moving: set[str] = set()  # Handed over to be put away, and not done yet.
         self._quarantined: dict[str, DiskPlace] = {}  # By path, oldest first.
         self._added: list[Row] = []
         self._removed: list[tuple[ChunkKey, int]] = []
@@ -231,6 +232,7 @@ class Volume:
         return (
             path in self._remove
             or path in self._removing
+            or path in self._moving
             or any(place.path == path for place in self._quarantine)
         )
 
@@ -283,6 +285,7 @@ class Volume:
                 path, DiskPlace(self.number, path, place.nbytes, place.generation)
             )
         self._removing |= self._remove
+        self._moving.update(place.path for place in self._quarantine)
         self._remove, self._quarantine = {}, []
         self._added, self._removed, self._used = [], [], {}
         return chores
@@ -305,6 +308,7 @@ class Volume:
         """Note that chores were done."""
         for place in chores.remove:
             self._removing.pop(place.path, None)
+        self._moving.difference_update(place.path for place in chores.quarantine)
 
     def return_chores(self, chores: Chores) -> None:
         """Take back what could not be done, for another try."""
