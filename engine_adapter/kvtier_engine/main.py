@@ -7,9 +7,11 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
+from types import FrameType
 
 from kvtier.errors import ConfigError, KVTierError, MissingExtraError, RegistryError
 from kvtier.registry import import_problem
@@ -59,13 +61,36 @@ def serve(arguments: Sequence[str]) -> int:
         # Idle OpenMP threads sleep instead of spinning: the copies beside them need the cores.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         # Takes seconds, and the model more: a bad setting or a taken port is told before.
-        try:
-            from kvtier_engine.program import run_server
-            from kvtier_engine.serve import build
-        except ImportError as error:
-            raise import_problem(error, "kvtier-serve") from error
-        run_server(build(settings), listener, _say)
+        with _interrupts():
+            try:
+                from kvtier_engine.program import run_server
+                from kvtier_engine.serve import build
+            except ImportError as error:
+                raise import_problem(error, "kvtier-serve") from error
+            server = build(settings)
+        run_server(server, listener, _say)
     return EXIT_OK
+
+
+@contextmanager
+def _interrupts() -> Iterator[None]:
+    """Lose no interrupt: raised in a callback of the import system, it would be ignored."""
+    seen: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+        signal.default_int_handler(number, frame)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+        if seen:
+            raise KeyboardInterrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
