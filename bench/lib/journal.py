@@ -39,6 +39,7 @@ class Journal:
             return {}
         try:
             found = measure()
+        # One case that a machine cannot run keeps none of the others from it.
         except Exception as error:
             self.row(**what, error=repr(error), trace=traceback.format_exc()[-600:])
             return {}

@@ -87,6 +87,7 @@ class AccessRecorder:
         try:
             while self._access_log.fault is None and self._wait():
                 self._write(self._queue.popleft())
+        # The log is worth less than the requests.
         except Exception:
             _log.exception("the access log has ended")
         if self._access_log.fault is not None:

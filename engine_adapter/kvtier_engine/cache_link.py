@@ -349,7 +349,7 @@ class CacheLink:
             for plan in load.handle.poll():
                 self._execute_boundary(plan)
             outcome = load.handle.outcome
-        except Exception as error:
+        except Exception as error:  # No request fails because of the cache.
             self._note_fault(error)
             if request is None:
                 return None
@@ -376,7 +376,7 @@ class CacheLink:
         """Hand a plan to the worker; one that it will not take is answered in its place."""
         try:
             self._worker.execute(plan)
-        except Exception as error:
+        except Exception as error:  # No request fails because of the cache.
             self._note_fault(error)
             self._answers += [
                 Result(plan.plan_id, worker, ok=False, reason=MissReason.WORKER, detail=str(error))
@@ -387,7 +387,7 @@ class CacheLink:
         """Return what the cache says, or ``otherwise`` when it raises."""
         try:
             return call()
-        except Exception as error:
+        except Exception as error:  # No request fails because of the cache.
             self._note_fault(error)
             return otherwise
 

@@ -220,6 +220,7 @@ class EngineCore:
         generated = tuple(request.tokens[len(spec.prompt) :])
         try:
             self._runner.add_row(request.row, spec.prompt, spec.sampling, generated)
+        # A runner's bug ends the request that met it, not the engine.
         except Exception as error:
             _log.exception("the runner refused %s", spec.request_id)
             return error
@@ -230,6 +231,7 @@ class EngineCore:
         self._rows.remove(row)
         try:
             self._runner.remove_row(row)
+        # As above; the row stays lost to the runner, and the others go on.
         except Exception:
             _log.exception("the runner could not free row %d", row)
 
@@ -237,6 +239,7 @@ class EngineCore:
         """Compute the shares; when that raises, fail their requests and return None."""
         try:
             return self._runner.step(StepBatch(tuple(_row_step(share) for share in shares)))
+        # Whatever a step raises, its requests are answered and the engine goes on.
         except Exception as error:
             _log.exception("a step of %d requests failed", len(shares))
             self._counters.step_errors += 1
@@ -303,6 +306,7 @@ class EngineCore:
         """Hand a delta over; False when the client's callback raised."""
         try:
             client.on_delta(delta)
+        # The client's code: its faults are its own.
         except Exception:
             _log.exception("the callback of %s failed", client.request.spec.request_id)
             return False

@@ -138,6 +138,7 @@ class Engine:
         """Be the thread. What arrives here is a bug of the engine: answer everyone and end."""
         try:
             self._run()
+        # A thread that ended in silence would leave everybody waiting.
         except Exception as error:
             _log.critical("the engine has died", exc_info=error)
             self._die(f"{type(error).__name__}: {error}")
@@ -193,5 +194,6 @@ class Engine:
     def _tell_boundary(self, on_delta: DeltaSink, last: Delta) -> None:
         try:
             on_delta(last)
+        # The others have to be told too.
         except Exception:
             _log.exception("a callback failed while the engine died")

@@ -253,14 +253,16 @@ def _tiers_boundary(
         return None, ""
     try:
         cache = Cache(config)
-        cache.prepare(namespace)
     except ConfigError as error:
         raise ConfigError(f"--dram {format_size(config.dram_bytes)}: {error}") from error
+    # Whatever it is: requests are answered without a cache.
     except Exception as error:
         _log.exception("the cache could not be set up; everything will be computed")
         return None, f"{type(error).__name__}: {error}"
     worker = CacheWorker(Placement(), cache.arena, codecs=cache.codecs)
     worker.register_pool(pool)
+    cache.codecs.find(namespace, config.codecs)
+    # Before there is something to learn: what it moves is no model's KV.
     warm_up(
         worker,
         cache.codecs,
@@ -269,6 +271,7 @@ def _tiers_boundary(
         block_tokens=pool.block_tokens,
         arena_bytes=config.dram_bytes,
     )
+    cache.prepare(namespace)
     return Tiers(cache, worker), ""
 
 

@@ -20,7 +20,7 @@ from kvtier.cache.fill import Filler
 from kvtier.cache.load import Load, LoadContext
 from kvtier.cache.lookup import Lookup
 from kvtier.cache.match import Pending, Ready
-from kvtier.cache.opener import VolumeOpener
+from kvtier.cache.opener import VolumeOpener, save_epochs_everywhere
 from kvtier.cache.planner import check_blocks, check_store
 from kvtier.cache.plans import OpenPlans
 from kvtier.cache.sequence import Sequence
@@ -310,8 +310,7 @@ class Cache:
             for load in self._loads:
                 if load.of(root):
                     load.end(MissReason.ABSENT)
-        for opener in self._openers:
-            opener.save_epochs()
+        save_epochs_everywhere(self._openers)
         return epoch
 
     def stats(self) -> CacheStats:

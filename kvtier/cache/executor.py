@@ -47,6 +47,7 @@ class ThreadPool:
         def run_boundary() -> None:
             try:
                 future.set_result(work())
+            # Whoever waits for the future would wait for ever.
             except BaseException as error:
                 future.set_exception(error)
 
@@ -214,6 +215,7 @@ class Executor:
     def _tick_boundary(self) -> None:
         try:
             self._tick()
+        # The next tick may do better; without ticks no deadline is kept.
         except Exception:
             _log.exception("housekeeping failed")
 
@@ -234,6 +236,7 @@ def _outcome_boundary(work: Callable[[], T]) -> T | Fault:
         return work()
     except (OSError, KVTierError) as error:
         return error
+    # Whoever waits for the outcome would wait for ever.
     except BaseException as error:
         _log.exception("storage work failed")
         failure = TierError(f"storage work failed: {error!r}")

@@ -212,3 +212,19 @@ class VolumeOpener:
                 self.tick()  # Writes wait until all parts are done.
             else:
                 self._volume.write_failed(outcome)
+
+
+def save_epochs_everywhere(openers: Sequence[VolumeOpener]) -> None:
+    """Write the present epochs to every directory; blocks.
+
+    One that is away keeps none of the others from knowing. Raises ``TierUnavailableError``, the
+    first one, once all have been tried.
+    """
+    problems: list[TierUnavailableError] = []
+    for opener in openers:
+        try:
+            opener.save_epochs()
+        except TierUnavailableError as error:
+            problems.append(error)
+    if problems:
+        raise problems[0]

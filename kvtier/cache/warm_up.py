@@ -9,6 +9,7 @@ from kvtier.cache.planner import chunk_shape, load_moves, shard_writers, store_m
 from kvtier.cache.worker import CacheWorker
 from kvtier.clock import SystemClock
 from kvtier.codecs.known import KnownCodecs
+from kvtier.constants import WARM_UP_S_MAX
 from kvtier.types import Blocks, Direction, KVLayout, Placement, Plan, ShardId, Slot
 
 _POLL_S = 0.001
@@ -25,9 +26,9 @@ def warm_up(
 ) -> None:
     """Pack the pool's first blocks into the arena's start and unpack them again, with each codec.
 
-    For a worker that is the only one, before anything is stored or computed: what lies there is
-    lost. Blocks until it is done, seconds where kernels have to be compiled; a codec that cannot
-    be warmed up shows that again when it is used.
+    For a worker that is the only one, before anything is stored, computed or learned: what lies
+    there is lost. Blocks for seconds where kernels have to be compiled, at most
+    ``WARM_UP_S_MAX``; a codec that cannot be warmed up shows that again when it is used.
     """
     chunk = 1  # Not the first one, whose shape is rarer.
     ids = tuple(range(layout.chunk_tokens // block_tokens))
@@ -66,6 +67,7 @@ def warm_up(
 
 def _run(worker: CacheWorker, plan: Plan) -> None:
     clock = SystemClock()
+    end = clock.now() + WARM_UP_S_MAX
     worker.execute(plan)
-    while not worker.poll():
+    while not worker.poll() and clock.now() < end:
         clock.sleep(_POLL_S)

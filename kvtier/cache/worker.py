@@ -129,6 +129,7 @@ class CacheWorker:
             return Result(plan.plan_id, worker, False, MissReason.CODEC, str(error))
         except KVTierError as error:
             return Result(plan.plan_id, worker, False, MissReason.WORKER, str(error))
+        # The cache waits for an answer, whatever went wrong.
         except Exception as error:
             _log.exception("plan %d failed", plan.plan_id)
             return Result(plan.plan_id, worker, False, MissReason.WORKER, repr(error))

@@ -32,7 +32,8 @@ class _Learning:
 
 
 class KnownCodecs:
-    """Makes each codec once. Safe from any thread; only ``prepare`` and ``observe`` block.
+    """Makes each codec once. Safe from any thread; only ``find``, ``prepare`` and
+    ``observe`` block.
 
     ``store`` keeps calibrations for later runs and other engines; without one they last as long
     as this object.
@@ -71,12 +72,12 @@ class KnownCodecs:
             return name
         return self._calibrated.get((name, _model(namespace)), UNCALIBRATED)
 
-    def prepare(self, namespace: Namespace, names: Sequence[str]) -> None:
-        """Find the model's calibration for those of ``names`` that need one, or begin to learn it.
+    def find(self, namespace: Namespace, names: Sequence[str]) -> list[str]:
+        """Find the model's calibration; return those of ``names`` that need one and have none.
 
-        Reads some small files. Once for each model, before its first request.
+        Reads some small files.
         """
-        missing = []
+        missing: list[str] = []
         for name in names:
             if name in CENTRED and (name, _model(namespace)) not in self._calibrated:
                 calibration = self._store.load(namespace, name) if self._store else None
@@ -84,6 +85,14 @@ class KnownCodecs:
                     missing.append(name)
                 else:
                     self._take(name, namespace, calibration)
+        return missing
+
+    def prepare(self, namespace: Namespace, names: Sequence[str]) -> None:
+        """Find the model's calibration for those of ``names`` that need one, or begin to learn it.
+
+        Once for each model, before its first request; from here on all that is stored teaches.
+        """
+        missing = self.find(namespace, names)
         calibrator = calibrator_for(namespace) if missing else None
         if isinstance(calibrator, Calibrator):
             self._learning = _Learning(calibrator, namespace, tuple(missing))

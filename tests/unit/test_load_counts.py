@@ -102,6 +102,7 @@ def test_many_threads_share_a_cache(setup: CacheSetup, seed: int) -> None:
                     engine.check(loading)
                 engine.store(sequence)
                 engine.cache.stats()
+        # An assertion in a thread would go unheard.
         except BaseException as error:
             problems.append(error)
 

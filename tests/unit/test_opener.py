@@ -12,9 +12,10 @@ import pytest
 from kvtier.cache import opener as opener_module
 from kvtier.cache.epochs import Epochs
 from kvtier.cache.executor import Executor
-from kvtier.cache.opener import VolumeOpener
+from kvtier.cache.opener import VolumeOpener, save_epochs_everywhere
 from kvtier.config import Durability
 from kvtier.constants import HEALTH_BACKOFF_S_MAX, READ_FAILURES_MAX
+from kvtier.errors import TierUnavailableError
 from kvtier.obs.stats import TierCounters
 from kvtier.policies.lru import LRU
 from kvtier.testing.clock import FakeClock
@@ -177,3 +178,21 @@ def test_b96_a_probe_that_hangs_is_the_only_one_and_holds_up_nothing(
     gate.open()
     wait_until(lambda: upkeep.state() == "ok", "the late answer is none")
     assert upkeep.reads() == 1
+
+
+def test_b11_one_that_is_away_keeps_no_epoch_from_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    saved: list[str] = []
+
+    def save(opener: VolumeOpener) -> None:
+        if opener is away:
+            raise TierUnavailableError("it is away")
+        saved.append("here")
+
+    monkeypatch.setattr(VolumeOpener, "save_epochs", save)
+    away, here, also = (object.__new__(VolumeOpener) for _ in range(3))
+    with pytest.raises(TierUnavailableError, match="away"):
+        save_epochs_everywhere([away, here, also])
+    assert saved == ["here", "here"]
+    save_epochs_everywhere([here])

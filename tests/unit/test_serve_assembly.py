@@ -17,8 +17,10 @@ import httpx
 import pytest
 
 from kvtier.cache.cache import Cache
+from kvtier.codecs.calibrator import Calibrator
 from kvtier.config import CacheConfig
 from kvtier.constants import HEALTH_BACKOFF_S_MIN
+from kvtier.types import Move
 from kvtier_engine.block_pool import BlockPool
 from kvtier_engine.program import banner
 from kvtier_engine.serve import Server
@@ -262,6 +264,26 @@ async def test_b119_a_cache_that_cannot_be_had_degrades(
         assert "cache  none: RuntimeError" in banner(server, 1)
         assert "\nkvtier_degraded 1.0\n" in (await client.get("/metrics")).text
     assert "no raw today" in caplog.text
+
+
+async def test_an_int4_server_starts_without_a_calibration_and_learns_from_requests_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taught: list[int] = []
+
+    def observe(calibrator: Calibrator, pool: object, move: Move) -> None:
+        del calibrator, pool
+        taught.append(move.position_start)
+
+    monkeypatch.setattr(Calibrator, "observe", observe)
+    server = made(folder, "--codec=int4")
+    assert taught == [], "the chunk of the warm-up is no model's"
+    async with running(server) as client:
+        await complete(client, list(range(65)), max_tokens=1)
+        for _ in range(TRIES_MAX):
+            if metric(await client.get("/metrics"), "kvtier_tier_chunks", "dram") == 8:
+                break
+    assert sorted(set(taught)) == list(range(0, 64, 8))
 
 
 async def test_b121_bytes_per_token_are_those_stored(folder: Path, tmp_path: Path) -> None:

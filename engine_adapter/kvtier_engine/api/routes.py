@@ -102,6 +102,7 @@ async def _answer_boundary(
         return error.response()
     except ClientDisconnect:
         return Response(status_code=CLIENT_GONE)
+    # A bug becomes an answer, whose id leads to the log.
     except Exception:
         _log.exception("a request to %s could not be understood", endpoint)
         return internal_error(endpoint).response()

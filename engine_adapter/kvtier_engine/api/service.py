@@ -166,6 +166,7 @@ def _errors_boundary(call: Call) -> Iterator[None]:
             raise unavailable("The server gave this request up.", code="aborted") from error
         _log.error("%s failed: %s", call.call_id, error)
         raise internal_error(call.call_id) from error
+    # A bug becomes an answer, whose id leads to the log.
     except Exception as error:
         _log.exception("%s failed", call.call_id)
         raise internal_error(call.call_id) from error
