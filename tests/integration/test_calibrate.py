@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -27,6 +25,7 @@ from kvtier_engine.options import BUNDLED_MODEL
 from kvtier_engine.quality.text import read_text
 from kvtier_engine.weights.load import LoadedModel, kv_layout, load_model
 from tests.lib.tiny_llama import Tensors, tiny_config, tiny_tensors, write_folder
+from tests.lib.without_torch import without_torch
 
 TOKENS = 400
 
@@ -144,20 +143,7 @@ def test_what_cannot_be_is_one_line(
 
 
 def test_without_torch_the_command_is_listed_and_says_what_it_needs() -> None:
-    code = (
-        "import sys\nsys.modules['torch'] = None\nfrom kvtier.cli.main import run\n"
-        "run(sys.argv[1:])"
-    )
-    listed, asked = (
-        subprocess.run(
-            [sys.executable, "-c", code, *arguments],
-            capture_output=True,
-            check=False,
-            text=True,
-            timeout=60,
-        )
-        for arguments in (["--help"], ["calibrate"])
-    )
+    listed, asked = (without_torch(argument) for argument in ("--help", "calibrate"))
     assert re.search("calibrate +Learn the mean of K", listed.stdout)
     assert asked.returncode == 1
     assert asked.stderr == 'error: kvtier calibrate needs torch: pip install "kvtier[torch]"\n'

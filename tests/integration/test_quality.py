@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +42,7 @@ from tests.lib.quality_setup import (
     windows_of,
 )
 from tests.lib.tiny_llama import reference_logits, tiny_config, tiny_tensors, write_folder
+from tests.lib.without_torch import without_torch
 
 FED_TOKENS = PREFIX_TOKENS + CONTINUATION_TOKENS
 MODES = pytest.mark.parametrize("mode", list(Mode))
@@ -311,20 +310,7 @@ def test_values_that_every_codec_refuses_are_an_error(tmp_path: Path) -> None:
 
 
 def test_without_torch_the_command_is_listed_and_says_what_it_needs() -> None:
-    code = (
-        "import sys\nsys.modules['torch'] = None\nfrom kvtier.cli.main import run\n"
-        "run(sys.argv[1:])"
-    )
-    listed, asked = (
-        subprocess.run(
-            [sys.executable, "-c", code, *arguments],
-            capture_output=True,
-            check=False,
-            text=True,
-            timeout=60,
-        )
-        for arguments in (["--help"], ["quality"])
-    )
+    listed, asked = (without_torch(argument) for argument in ("--help", "quality"))
     assert listed.returncode == 0, listed.stderr
     assert re.search("quality +Measure what KV codecs cost", listed.stdout)
     assert asked.returncode == 1

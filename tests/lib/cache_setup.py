@@ -23,6 +23,7 @@ from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import EngineDouble, Loading, wait_until
 from kvtier.testing.fault_files import FaultyFiles
 from kvtier.types import (
+    ChunkKey,
     GroupKind,
     KVGroup,
     KVLayout,
@@ -256,3 +257,18 @@ def recovered(engine: EngineDouble, clock: FakeClock) -> bool:
     """
     clock.advance(HEALTH_BACKOFF_S_MIN)
     return not engine.cache.stats().degraded
+
+
+def store_one(engine: EngineDouble, start: int) -> ChunkKey:
+    """Store a sequence of one chunk."""
+    sequence = engine.sequence(range(start, start + CHUNK))
+    assert engine.store(sequence)
+    return sequence.chunk_keys[0]
+
+
+def disk_chunks(engine: EngineDouble) -> int:
+    return tier_stats(engine.cache, Tier.DISK).chunks
+
+
+def refused(engine: EngineDouble, tier: Tier) -> dict[MissReason, int]:
+    return dict(tier_stats(engine.cache, tier).counters.refused_chunks)

@@ -10,14 +10,16 @@ import pytest
 from kvtier.constants import (
     STORE_CHUNKS_INFLIGHT_MAX,
 )
-from kvtier.testing.engine_double import EngineDouble
-from kvtier.types import ChunkKey, MissReason, Result, Tier
+from kvtier.types import MissReason, Result, Tier
 from tests.lib.cache_setup import (
     CHUNK,
     CHUNK_BYTES,
     CacheSetup,
     cache_setup,
+    disk_chunks,
+    refused,
     settle,
+    store_one,
     tier_stats,
     written,
 )
@@ -27,21 +29,6 @@ from tests.lib.cache_setup import (
 def setup(tmp_path: Path) -> Iterator[CacheSetup]:
     with cache_setup(tmp_path) as setup:
         yield setup
-
-
-def store_one(engine: EngineDouble, start: int) -> ChunkKey:
-    """Store a sequence of one chunk."""
-    sequence = engine.sequence(range(start, start + CHUNK))
-    assert engine.store(sequence)
-    return sequence.chunk_keys[0]
-
-
-def disk_chunks(engine: EngineDouble) -> int:
-    return tier_stats(engine.cache, Tier.DISK).chunks
-
-
-def refused(engine: EngineDouble, tier: Tier) -> dict[MissReason, int]:
-    return dict(tier_stats(engine.cache, tier).counters.refused_chunks)
 
 
 def test_a_store_that_no_worker_did_is_absent(setup: CacheSetup) -> None:

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from kvtier_kernels.raw import LayerViews, Span
-from kvtier_kernels.rows import Packed, blocks, gather, scatter
+from kvtier_kernels.rows import Packed, pack_blocks, unpack_blocks
 from kvtier_kernels.rows.scales import divisors, encode_scales, load_scales, store_scales
 
 CODE_MAX: Final = 448
@@ -16,19 +16,12 @@ CODE_MAX: Final = 448
 
 def pack(layers: Sequence[LayerViews], span: Span, packed: Packed) -> None:
     """Pack the span's rows."""
-    for part, values in enumerate(gather(layers, span)):
-        for block in blocks(values, packed.rows(0, part), packed.rows(1, part)):
-            encode(*block)
+    pack_blocks(layers, span, packed, encode)
 
 
 def unpack(packed: Packed, layers: Sequence[LayerViews], span: Span) -> None:
     """Write the span's rows into the pool."""
-
-    def write(part: int, values: torch.Tensor) -> None:
-        for block in blocks(values, packed.rows(0, part), packed.rows(1, part)):
-            decode(*block)
-
-    scatter(layers, span, write)
+    unpack_blocks(packed, layers, span, decode)
 
 
 def encode(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:

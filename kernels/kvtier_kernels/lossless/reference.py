@@ -11,10 +11,9 @@ from kvtier_kernels.raw import LayerViews, Span
 from kvtier_kernels.rows import (
     Packed,
     UnrepresentableError,
-    blocks,
-    gather,
     nibbles,
-    scatter,
+    pack_blocks,
+    unpack_blocks,
 )
 
 SIDE_BYTES: Final = 8
@@ -31,21 +30,12 @@ _EXPONENT_SPECIAL: Final = 255
 
 def pack(layers: Sequence[LayerViews], span: Span, packed: Packed) -> None:
     """Pack the span's rows."""
-    for part, values in enumerate(gather(layers, span)):
-        packed_rows = (packed.rows(region, part) for region in range(3))
-        for block in blocks(values, *packed_rows):
-            encode(*block)
+    pack_blocks(layers, span, packed, encode)
 
 
 def unpack(packed: Packed, layers: Sequence[LayerViews], span: Span) -> None:
     """Write the span's rows into the pool."""
-
-    def write(part: int, values: torch.Tensor) -> None:
-        packed_rows = (packed.rows(region, part) for region in range(3))
-        for block in blocks(values, *packed_rows):
-            decode(*block)
-
-    scatter(layers, span, write)
+    unpack_blocks(packed, layers, span, decode)
 
 
 def encode(

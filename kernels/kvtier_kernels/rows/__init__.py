@@ -29,9 +29,11 @@ __all__ = [
     "blocks",
     "gather",
     "pack",
+    "pack_blocks",
     "packed_form",
     "scatter",
     "unpack",
+    "unpack_blocks",
 ]
 
 #: How many values the arithmetic in torch takes at a time: few enough to stay in a CPU's cache.
@@ -76,6 +78,10 @@ class Packed:
             (self.kv_heads * head_bytes, head_bytes, row_bytes, 1),
             int(self.data.storage_offset()) + self.start(region, part),
         )
+
+    def regions(self, part: int) -> list[torch.Tensor]:
+        """The rows of every region, as ``rows`` gives them."""
+        return [self.rows(region, part) for region in range(len(self.row_bytes))]
 
     def moved(self, span: Span, device: torch.device) -> Packed:
         """Room on ``device`` for the rows of ``span`` alone."""
@@ -210,6 +216,30 @@ def blocks(values: torch.Tensor, *packed: torch.Tensor) -> Iterator[tuple[torch.
     planes = max(1, _BLOCK_VALUES // plane_values)
     cut = (torch.split(rows.flatten(0, 1), planes) for rows in (values, *packed))
     yield from zip(*cut, strict=True)
+
+
+def pack_blocks(
+    layers: Sequence[LayerViews], span: Span, packed: Packed, encode: Callable[..., None]
+) -> None:
+    """Gather the span's rows and have ``encode`` fill what is packed of them, block by block.
+
+    It is called with a block of values and the same block of each region of a row, all views.
+    """
+    for part, values in enumerate(gather(layers, span)):
+        for block in blocks(values, *packed.regions(part)):
+            encode(*block)
+
+
+def unpack_blocks(
+    packed: Packed, layers: Sequence[LayerViews], span: Span, decode: Callable[..., None]
+) -> None:
+    """Have ``decode`` fill values from what is packed, called as ``encode`` is; scatter them."""
+
+    def write(part: int, values: torch.Tensor) -> None:
+        for block in blocks(values, *packed.regions(part)):
+            decode(*block)
+
+    scatter(layers, span, write)
 
 
 def _section(
