@@ -142,3 +142,25 @@ def test_a_reopen_leaves_alone_what_is_about_to_be_written(lab: DiskLab) -> None
     lab.tier.commit(target)
     assert lab.read("a")
     lab.check()
+
+
+def test_an_index_that_goes_bad_under_way_is_read_from_the_files_again(
+    lab: DiskLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else nothing would be written any more until the process is started anew."""
+    assert lab.write("a")
+    (snapshot,) = Path(lab.root, "index").glob("snapshot")
+    snapshot.write_bytes(bytes(snapshot.stat().st_size))
+    with monkeypatch.context() as patch:
+        patch.setattr("kvtier.tiers.disk.journal.Journal.compact_due", lambda journal: True)
+        assert not lab.write("b")
+    assert lab.tier.state[0] == "missing"
+    lab.clock.advance(HEALTH_BACKOFF_S_MAX)
+    assert lab.volume.open_due
+    assert lab.open()
+    assert lab.read("a")
+    assert lab.write("b")
+    assert lab.read("b")
+    lab.check()
+    assert lab.restart()
+    assert [lab.read(name) for name in "ab"] == [True, True]

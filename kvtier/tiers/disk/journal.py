@@ -64,6 +64,11 @@ class Journal:
         """Bytes of snapshots and logs that were written since this was made."""
         return self._written_bytes
 
+    @property
+    def started(self) -> bool:
+        """False while nothing can be appended: before a load or start that succeeded."""
+        return self._number is not None
+
     def load(self) -> Rows | None:
         """Return the rows in order of their last use, oldest first.
 

@@ -198,6 +198,8 @@ class ShardFiles:
         """Bring the index up to date with files that were written or removed.
 
         Raises ``OSError``, ``DirectoryLostError`` above all; the caller notes the same again later.
+        An index that can no longer be trusted is a lost directory: opened anew, it is read from
+        the files.
         """
         self._raise_if_lost()
         try:
@@ -208,8 +210,10 @@ class ShardFiles:
                 self._journal.sync()
             if self._journal.compact_due():
                 self._journal.compact()
-        except OSError:
+        except OSError as error:
             self._raise_if_lost()
+            if self._unwritten is None and not self._journal.started:
+                raise DirectoryLostError(self.root) from error
             raise
 
     def sweep(self, part: str, unknown: Callable[[Sequence[FileInfo]], list[FileInfo]]) -> Scanned:
