@@ -83,3 +83,6 @@ STAGED_CHUNKS_MAX: Final = 32
 
 # At most one log line per message and minute; the rest is counted.
 LOG_INTERVAL_S: Final = 60.0
+
+# Tenants whose figures are kept apart; all others are counted together.
+TENANTS_COUNTED_MAX: Final = 256

@@ -15,7 +15,7 @@ from pathlib import Path
 from kvtier.cache.disk_choices import DiskChoices, disk_choices, local_files
 from kvtier.cache.epochs import Epochs
 from kvtier.cache.executor import Executor
-from kvtier.cache.figures import disk_stats, dram_stats
+from kvtier.cache.figures import cache_stats
 from kvtier.cache.fill import Filler
 from kvtier.cache.load import Load, LoadContext
 from kvtier.cache.lookup import Lookup
@@ -36,7 +36,8 @@ from kvtier.constants import CLOSE_DEADLINE_S_DEFAULT
 from kvtier.errors import ConfigError
 from kvtier.interfaces import Clock
 from kvtier.keys import namespace_digest
-from kvtier.obs.stats import CacheStats, TierCounters
+from kvtier.obs.counters import Counters
+from kvtier.obs.stats import CacheStats
 from kvtier.registry import policies
 from kvtier.tiers.arena import Arena
 from kvtier.tiers.disk.files import FileSystem
@@ -89,7 +90,7 @@ class Cache:
         self._clock = clock or SystemClock()
         self._lock = threading.Lock()
         self._closed = False
-        self._counters = {Tier.DRAM: TierCounters(), Tier.DISK: TierCounters()}
+        self._counters = Counters((Tier.DRAM, Tier.DISK))
         paths = config.disk.paths if config.disk else ()
         self._epochs = Epochs(len(paths))
         self._loads: set[Load] = set()
@@ -316,16 +317,15 @@ class Cache:
     def stats(self) -> CacheStats:
         """Count everything, now."""
         with self._lock:
-            tiers = [dram_stats(self._dram, self._counters[Tier.DRAM])]
-            if self._disk is not None:
-                tiers.append(disk_stats(self._disk, self._counters[Tier.DISK]))
-            writeout = self._writeout
-            return CacheStats(
-                tiers=tuple(tiers),
+            return cache_stats(
+                self._config,
+                self._counters,
+                self._dram,
+                self._disk,
+                self._storer,
+                self._filler,
+                self._writeout,
                 loads_inflight=sum(load.outcome is None for load in self._loads),
-                stores_inflight=self._storer.inflight_count,
-                writes_queued=writeout.dirty_count + writeout.inflight_count if writeout else 0,
-                late_jobs=self._filler.late_count if self._filler else 0,
             )
 
     def check_integrity(self) -> None:

@@ -1,15 +1,46 @@
-"""What a tier reports of itself. Under the cache's lock."""
+"""What a cache reports of itself. Under the cache's lock."""
 
 from __future__ import annotations
 
-from kvtier.obs.stats import TierCounters, TierStats
+from kvtier.cache.fill import Filler
+from kvtier.cache.store import Storer
+from kvtier.cache.writeout import Writeout
+from kvtier.config import CacheConfig
+from kvtier.obs.counters import Counters
+from kvtier.obs.stats import CacheStats, TierStats
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.dram import DramTier
 from kvtier.types import Tier
 
 
-def dram_stats(dram: DramTier, counters: TierCounters) -> TierStats:
-    """Count the DRAM tier, now."""
+def cache_stats(
+    config: CacheConfig,
+    counters: Counters,
+    dram: DramTier,
+    disk: DiskTier | None,
+    storer: Storer,
+    filler: Filler | None,
+    writeout: Writeout | None,
+    *,
+    loads_inflight: int,
+) -> CacheStats:
+    """Count everything, now."""
+    tiers = [_dram_stats(config, counters, dram)]
+    if disk is not None:
+        tiers.append(_disk_stats(config, counters, disk))
+    return CacheStats(
+        tiers=tuple(tiers),
+        loads_inflight=loads_inflight,
+        stores_inflight=storer.inflight_count,
+        writes_queued=writeout.dirty_count + writeout.inflight_count if writeout else 0,
+        late_jobs=filler.late_count if filler else 0,
+        tenants=counters.tenants(),
+        saved_compute_s=counters.saved_compute_s,
+        lost_compute_s=counters.lost_compute_s,
+    )
+
+
+def _dram_stats(config: CacheConfig, counters: Counters, dram: DramTier) -> TierStats:
     return TierStats(
         tier=Tier.DRAM,
         state="ok",
@@ -19,13 +50,14 @@ def dram_stats(dram: DramTier, counters: TierCounters) -> TierStats:
         chunks=len(dram.index),
         pinned_chunks=dram.index.pinned_count,
         quarantined_files=0,
-        counters=counters.copy(),
+        counters=counters[Tier.DRAM].copy(),
+        codec=config.codec,
     )
 
 
-def disk_stats(disk: DiskTier, counters: TierCounters) -> TierStats:
-    """Count the disk tier, now."""
+def _disk_stats(config: CacheConfig, counters: Counters, disk: DiskTier) -> TierStats:
     state, detail = disk.state
+    own = config.disk.codec if config.disk is not None else None
     return TierStats(
         tier=Tier.DISK,
         state=state,
@@ -35,6 +67,7 @@ def disk_stats(disk: DiskTier, counters: TierCounters) -> TierStats:
         chunks=len(disk),
         pinned_chunks=disk.index.pinned_count,
         quarantined_files=disk.quarantined_count,
-        counters=counters.copy(),
+        counters=counters[Tier.DISK].copy(),
         index_bytes=sum(volume.files.index_bytes for volume in disk.volumes),
+        codec=own or config.codec,
     )

@@ -27,7 +27,7 @@ from kvtier.constants import (
     LOAD_CHUNKS_INFLIGHT_MIN,
 )
 from kvtier.interfaces import Clock
-from kvtier.obs.stats import TierCounters
+from kvtier.obs.counters import Counters
 from kvtier.tiers.disk.tier import DiskRecord, DiskTier
 from kvtier.tiers.disk.volume import DiskPlace
 from kvtier.tiers.dram import DramRecord, DramTier
@@ -58,7 +58,7 @@ class LoadContext:
     lock: threading.Lock
     clock: Clock
     workers: tuple[Placement, ...]
-    counters: dict[Tier, TierCounters]
+    counters: Counters
     plans: OpenPlans
     shapes: Shapes
 
@@ -375,10 +375,11 @@ class Load:
         packed_by = {piece.record.codec for piece in brought if piece.record is not None}
         if not all(codecs.get(name).traits.exact for name in packed_by):
             self._match.sequence.lossy_chunks = brought[-1].chunk + 1
+        counters, salt = self._context.counters, self._match.sequence.namespace.tenant_salt
         for tier, tokens in by_tier.items():
-            self._context.counters[tier].hit_tokens += tokens
+            counters.note_hit(salt, tier, tokens)
         for miss in misses:
-            self._context.counters[miss.tier].miss_tokens[miss.reason] += miss.tokens
+            counters.note_miss(salt, miss.tier, miss.reason, miss.tokens)
         return LoadOutcome(start, end, by_tier, misses)
 
     def _windows_hold(self) -> bool:

@@ -10,7 +10,7 @@ from kvtier.cache.planner import present_groups, usable_chunks
 from kvtier.cache.sequence import Sequence
 from kvtier.cache.shapes import Shapes
 from kvtier.cache.writeout import Writeout
-from kvtier.obs.stats import TierCounters
+from kvtier.obs.counters import Counters
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.dram import DramTier
 from kvtier.types import ChunkHit, MissReason, ShardId, Tier
@@ -26,7 +26,7 @@ class Lookup:
         filler: Filler | None,
         writeout: Writeout | None,
         shapes: Shapes,
-        counters: dict[Tier, TierCounters],
+        counters: Counters,
     ) -> None:
         self._dram = dram
         self._disk = disk
@@ -81,6 +81,7 @@ class Lookup:
     def count(self, match: Ready, start_token: int, end_token: int) -> None:
         """Count the whole chunks between two tokens that each tier was asked for in vain."""
         size = match.sequence.chunk_tokens
+        salt = match.sequence.namespace.tenant_salt
         reason = MissReason.ABSENT
         if self._disk is not None and not self._disk.readable():
             reason = MissReason.UNAVAILABLE
@@ -88,6 +89,6 @@ class Lookup:
             tokens = (chunk + 1) * size - max(start_token, chunk * size)
             tier = match.hits[chunk].tier if chunk < len(match.hits) else None
             if tier is not Tier.DRAM:
-                self._counters[Tier.DRAM].miss_tokens[MissReason.ABSENT] += tokens
+                self._counters.note_miss(salt, Tier.DRAM, MissReason.ABSENT, tokens)
             if tier is None and self._disk is not None:
-                self._counters[Tier.DISK].miss_tokens[reason] += tokens
+                self._counters.note_miss(salt, Tier.DISK, reason, tokens)

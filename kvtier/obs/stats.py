@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from kvtier.types import MissReason, Tier
@@ -73,9 +74,24 @@ class TierCounters:
         )
 
 
+@dataclass(slots=True)
+class TenantCounters:
+    """Running counts of one tenant, by tier."""
+
+    hit_tokens: Counter[Tier] = field(default_factory=Counter)
+    miss_tokens: Counter[tuple[Tier, MissReason]] = field(default_factory=Counter)
+
+    def copy(self) -> TenantCounters:
+        """Return a snapshot that later counting does not change."""
+        return TenantCounters(self.hit_tokens.copy(), self.miss_tokens.copy())
+
+
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """One tier at one instant. ``state`` is ``ok`` or says what is wrong in one word."""
+    """One tier at one instant. ``state`` is ``ok`` or says what is wrong in one word.
+
+    ``codec`` is what packs the chunks that are stored from now on.
+    """
 
     tier: Tier
     state: str
@@ -87,6 +103,7 @@ class TierStats:
     quarantined_files: int
     counters: TierCounters
     index_bytes: int = 0
+    codec: str = ""
 
     @property
     def write_amplification(self) -> float:
@@ -97,13 +114,20 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """A cache at one instant."""
+    """A cache at one instant.
+
+    ``tenants`` are named by a digest. ``saved_compute_s`` is how much longer computing would have
+    taken than loading did, by estimate; ``lost_compute_s`` the same of loads that took longer.
+    """
 
     tiers: tuple[TierStats, ...]
     loads_inflight: int
     stores_inflight: int
     writes_queued: int
     late_jobs: int
+    tenants: Mapping[str, TenantCounters] = field(default_factory=dict)
+    saved_compute_s: float = 0.0
+    lost_compute_s: float = 0.0
 
     @property
     def degraded(self) -> bool:
