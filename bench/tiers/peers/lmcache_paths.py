@@ -1,4 +1,4 @@
-"""LMCache 0.5.6 on a CPU: its local CPU back end, local disk and ``fs_native``, in lockstep.
+"""LMCache 0.5.6 on a CPU: its local CPU back end, local disk, ``fs_native`` and fp8, in lockstep.
 
 Runs in LMCache's environment. A store into DRAM takes a buffer of LMCache's and copies a chunk
 that lies in one piece, where KVTier gathers blocks. A store on disk is timed from the buffer on. A
@@ -38,10 +38,11 @@ class Chunks:
             for _ in range(job.chunks)
         ]
         self.targets = [torch.zeros_like(source) for source in self.sources]
+        self.expected = self.sources
 
     def speeds(self, store_s: float, retrieve_s: float) -> dict[str, float]:
-        for source, target in zip(self.sources, self.targets, strict=True):
-            if not torch.equal(source.view(torch.int16), target.view(torch.int16)):
+        for expected, target in zip(self.expected, self.targets, strict=True):
+            if not torch.equal(expected.view(torch.int16), target.view(torch.int16)):
                 raise SystemExit("gate: a chunk came back different")
             target.zero_()
         nbytes = self.job.payload * self.job.chunks
@@ -179,5 +180,54 @@ def fs_native(job: Job):  # noqa: ANN201
     return run
 
 
+def fp8(job: Job):  # noqa: ANN201
+    """Its only lossy serde that runs on a CPU: a cast without a scale, on one core.
+
+    Without the queue that it has around it. A buffer of its own to another, chunk by chunk.
+    """
+    from lmcache.v1.distributed.api import ObjectKey
+    from lmcache.v1.distributed.serde.fp8 import (
+        Fp8QuantizationDeserializer,
+        Fp8QuantizationSerializer,
+    )
+    from lmcache.v1.memory_allocators.mixed_memory_allocator import MixedMemoryAllocator
+
+    torch.set_num_threads(1)
+    chunks = Chunks(job)
+    chunks.expected = [source.to(torch.float8_e4m3fn).to(source.dtype) for source in chunks.sources]
+    allocator = MixedMemoryAllocator(6 * job.payload * job.chunks + 2**26, align_bytes=4096)
+    key = ObjectKey(bytes(32), "bench", 0x01000100)
+    bytes_shape = torch.Size([job.payload // 2])
+
+    def buffers(shape: torch.Size, dtype: torch.dtype):  # noqa: ANN202
+        return allocator.batched_allocate([shape], [dtype], job.chunks)
+
+    sources = buffers(chunks.shape, torch.bfloat16)
+    coded = buffers(bytes_shape, torch.uint8)
+    targets = buffers(chunks.shape, torch.bfloat16)
+    for buffer, source in zip(sources, chunks.sources, strict=True):
+        buffer.tensor.copy_(source)
+
+    def run(_: int) -> dict[str, float]:
+        serializer, deserializer = Fp8QuantizationSerializer(), Fp8QuantizationDeserializer()
+        start = time.perf_counter()
+        for source, code in zip(sources, coded, strict=True):
+            serializer.serialize(source, code, key)
+        stored = time.perf_counter() - start
+        for target in targets:
+            target.tensor.zero_()
+        start = time.perf_counter()
+        for code, target in zip(coded, targets, strict=True):
+            deserializer.deserialize(code, target, key)
+        retrieved = time.perf_counter() - start
+        for target, buffer in zip(chunks.targets, targets, strict=True):
+            target.copy_(buffer.tensor)
+        return chunks.speeds(stored, retrieved)
+
+    return run
+
+
+PATHS = {"fs_native": fs_native, "fp8": fp8}
+
 if __name__ == "__main__":
-    serve(lambda job: fs_native(job) if job.section == "fs_native" else local(job))
+    serve(lambda job: PATHS.get(job.section, local)(job))
