@@ -159,6 +159,23 @@ class Executor:
             pool.close(0.1)
         self._loop.close()
 
+    def watch(
+        self,
+        future: Future[T | Fault],
+        done: Callable[[T | Fault], None],
+        *,
+        deadline: float,
+        late: Callable[[T | Fault], None],
+    ) -> None:
+        """As ``read``, for work that is under way elsewhere and whose future never raises."""
+
+        def begin() -> None:
+            task = self._loop.create_task(self._watch(future, done, deadline, late))
+            self._running.add(task)
+            task.add_done_callback(self._ended)
+
+        self._loop.call_soon_threadsafe(begin)
+
     def _start(
         self,
         pool: ThreadPool,
@@ -168,13 +185,7 @@ class Executor:
         late: Callable[[T | Fault], None],
     ) -> None:
         future = pool.submit(lambda: _outcome_boundary(work))
-
-        def begin() -> None:
-            task = self._loop.create_task(self._watch(future, done, deadline, late))
-            self._running.add(task)
-            task.add_done_callback(self._ended)
-
-        self._loop.call_soon_threadsafe(begin)
+        self.watch(future, done, deadline=deadline, late=late)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)

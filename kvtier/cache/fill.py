@@ -12,7 +12,8 @@ from kvtier.cache.shapes import Shapes
 from kvtier.errors import DeadlineError, ShardError
 from kvtier.interfaces import Clock
 from kvtier.obs.stats import TierCounters
-from kvtier.tiers.disk.shard_files import DirectoryLostError, Expected
+from kvtier.tiers.arrival import Expected
+from kvtier.tiers.disk.shard_files import DirectoryLostError
 from kvtier.tiers.disk.tier import DiskRecord, DiskTier
 from kvtier.tiers.disk.volume import DiskPlace
 from kvtier.tiers.dram import DramRecord, DramTier

@@ -19,8 +19,9 @@ from kvtier.policies.lru import LRU
 from kvtier.shard_format import ShardDescription, ShardGeometry, seal, shard_geometry
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.policy_machine import chunk_key
+from kvtier.tiers.arrival import Expected
 from kvtier.tiers.disk.files import FileInfo, FileSystem, LocalFiles
-from kvtier.tiers.disk.shard_files import Expected, ShardFiles
+from kvtier.tiers.disk.shard_files import ShardFiles
 from kvtier.tiers.disk.tier import DiskRecord, DiskTier, PolicyFactory
 from kvtier.tiers.disk.volume import Volume, written
 from kvtier.types import ChunkKey, Entry, Features, ShardId, ShardLayout

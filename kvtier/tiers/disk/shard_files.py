@@ -28,19 +28,13 @@ from dataclasses import dataclass
 
 from kvtier.config import Durability
 from kvtier.constants import ALIGN_BYTES, READ_STEP_BYTES, SWEEP_WHOLE_CHUNKS
-from kvtier.errors import FormatError, IdentityError, TierUnavailableError
-from kvtier.shard_format import (
-    ShardGeometry,
-    ShardHeader,
-    check_identity,
-    parse_header,
-    verify_section,
-)
+from kvtier.errors import FormatError, TierUnavailableError
+from kvtier.tiers.arrival import Arrival, Expected, read_steps
 from kvtier.tiers.disk.files import FileInfo, FileSystem
 from kvtier.tiers.disk.journal import Changes, Journal
 from kvtier.tiers.disk.rows import Rows
 from kvtier.tiers.disk.scan import Scanned, scan, shard_path
-from kvtier.types import ChunkKey, ShardId, ShardLayout
+from kvtier.types import ChunkKey, ShardId
 
 
 class DirectoryLostError(FileNotFoundError):
@@ -62,18 +56,6 @@ class Found:
     quarantined: tuple[FileInfo, ...]
     scanned: Scanned | None
     unswept: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """What a shard must be for its reader."""
-
-    chunk: ChunkKey
-    shard: ShardId
-    namespace: bytes
-    codec: str
-    layout: ShardLayout
-    geometry: ShardGeometry
 
 
 class ShardFiles:
@@ -250,21 +232,17 @@ class ShardFiles:
         The caller owns the slot until this returns. Raises ``OSError``, ``DirectoryLostError``
         above all, or ``ShardError`` when the bytes are not the expected shard.
         """
-        header: ShardHeader | None = None
-        for start, end, sections in _steps(expected.geometry):
+        arrival = Arrival(slot, expected)
+        for step in read_steps(expected.geometry, READ_STEP_BYTES):
             try:
-                count = self._files.read(path, start, slot[start:end])
+                count = self._files.read(path, step.start, slot[step.start : step.end])
             except OSError:
                 self._raise_if_lost()
                 raise
-            if count != end - start:
-                raise FormatError(f"{path} ends before byte {end}")
-            if header is None:
-                header = parse_header(slot[: expected.geometry.header_bytes])
-                _check(header, expected)
-            for section in sections:
-                verify_section(slot, header, section)
-            progress(sections.stop)
+            if count != step.end - step.start:
+                raise FormatError(f"{path} ends before byte {step.end}")
+            arrival.take(step)
+            progress(step.sections.stop)
 
     def probe(self) -> None:
         """Read a page, to see whether the device answers. Raises ``OSError``."""
@@ -325,28 +303,3 @@ def _parts(row_count: int) -> tuple[str, ...]:
     if row_count <= SWEEP_WHOLE_CHUNKS:
         return ("shards",)
     return tuple(f"shards/{start:02x}" for start in range(256))
-
-
-def _steps(geometry: ShardGeometry) -> list[tuple[int, int, range]]:
-    """Cut a shard into reads: (start, end, sections), the header going with the first."""
-    steps: list[tuple[int, int, range]] = []
-    start, first = 0, 0
-    ends = (*geometry.section_offsets[1:], geometry.shard_bytes)
-    for section, end in enumerate(ends):
-        if end - start >= READ_STEP_BYTES or section == len(ends) - 1:
-            steps.append((start, end, range(first, section + 1)))
-            start, first = end, section + 1
-    return steps
-
-
-def _check(header: ShardHeader, expected: Expected) -> None:
-    check_identity(
-        header,
-        chunk=expected.chunk,
-        shard=expected.shard,
-        namespace=expected.namespace,
-        layout=expected.layout,
-        codec=expected.codec,
-    )
-    if header.section_bytes != expected.geometry.section_bytes:
-        raise IdentityError("sections have other sizes than the codec makes")
