@@ -26,6 +26,14 @@ HEADER_BYTES_MAX: Final = 64 * KIB
 SECTIONS_MAX: Final = 512
 SHARD_BYTES_MAX: Final = 4 * GIB
 
+# Payloads under foreign keys: the unit of their checksums, and bounds of what one call may ask.
+OPAQUE_SECTION_BYTES: Final = MIB
+OPAQUE_BYTES_MAX: Final = SECTIONS_MAX * OPAQUE_SECTION_BYTES
+KEYED_BATCH_MAX: Final = 16_384
+KEYED_INFLIGHT_MAX: Final = 32
+KEYED_INFLIGHT_BYTES: Final = 64 * MIB
+KEYED_TRANSFERS_MAX: Final = 256
+
 # DRAM arena.
 SLAB_BYTES_DEFAULT: Final = 64 * MIB
 
@@ -65,6 +73,8 @@ GROUP_COMMIT_S: Final = 0.2
 # How long a cache that starts waits for the epochs: a sequence that begins before they are known
 # finds nothing of a namespace that was ever invalidated.
 EPOCHS_WAIT_S_MAX: Final = 1.0
+# Namespaces and tenants whose epochs are kept one by one; the file of all takes some megabytes.
+EPOCHS_MAX: Final = 65_536
 
 # The disk tier's index at rest: a snapshot and a log of what has changed since.
 JOURNAL_ROWS_MAX: Final = 1 << 25

@@ -3,15 +3,17 @@
 Equal inputs give equal keys in every process, on every machine and in every Python version.
 SHA-256, because tenants must not be able to craft collisions::
 
-    root      = H(encoding of the namespace and its epoch)
+    root      = H(encoding of the namespace, its epoch and, once raised, its tenant's epoch)
     chunk 0   = H(root      | tokens of chunk 0)         tokens: little-endian int32
     chunk i   = H(chunk i-1 | tokens of chunk i)
     tail      = H(chunk i-1 | "tail" | n | n tokens)     n: little-endian uint16
+    foreign   = H(encoding of root, scheme and the foreign key)
 
 A tail's input is 2 bytes longer than a multiple of 4, so that no chunk and no tail hash alike.
 
-In encodings every field is ``tag (1 byte) | length (uint32) | value``, always present and in the
-order of the tags, nested fields too; integers are big-endian. No two sets of fields encode alike.
+In encodings every field is ``tag (1 byte) | length (uint32) | value``, in the order of the tags,
+nested fields too; integers are big-endian. All are always present, except the tenant's epoch,
+which is absent at 0. No two sets of fields encode alike.
 """
 
 from __future__ import annotations
@@ -33,18 +35,24 @@ TOKEN_ID_MAX = 2**31 - 1
 #: Longest text field of a namespace or of a weight's name, in UTF-8 bytes.
 TEXT_BYTES_MAX = 65_536
 
+#: Longest key of another system that ``foreign_key`` takes.
+FOREIGN_KEY_BYTES_MAX = 1024
+
 _NAMESPACE_PREFIX = b"KVTier namespace 1"
+_FOREIGN_PREFIX = b"KVTier foreign key 1"
+_TENANT_PREFIX = b"KVTier tenant 1"
 _WEIGHTS_PREFIX = b"KVTier weights 1"
 _SHARD_ID = struct.Struct(">HHH")
 
 
-def encode_namespace(namespace: Namespace, epoch: int = 0) -> bytes:
-    """Return the canonical bytes of a namespace at an epoch; distinct inputs, distinct bytes.
+def encode_namespace(namespace: Namespace, epoch: int = 0, tenant_epoch: int = 0) -> bytes:
+    """Return the canonical bytes of a namespace at its epochs; distinct inputs, distinct bytes.
 
     Raises ``ConfigError`` or, for the layout, ``LayoutError`` that names the field, its value and
     what is allowed.
     """
     encoded_epoch = _uint64("epoch", epoch)
+    encoded_tenant_epoch = _uint64("tenant_epoch", tenant_epoch)
     if not namespace.weights_id:
         raise ConfigError("weights_id is ''; it must say which weights computed the KV")
     if namespace.fidelity not in tuple(Fidelity):
@@ -60,16 +68,28 @@ def encode_namespace(namespace: Namespace, epoch: int = 0) -> bytes:
             _field(6, _text("tenant_salt", namespace.tenant_salt)),
             _field(7, namespace.fidelity.encode()),
             _field(8, encoded_epoch),
+            _field(9, encoded_tenant_epoch) if tenant_epoch else b"",
         )
     )
 
 
-def namespace_digest(namespace: Namespace, epoch: int = 0) -> bytes:
-    """Return the 32-byte root of every key chain of a namespace at an epoch.
+def namespace_digest(namespace: Namespace, epoch: int = 0, tenant_epoch: int = 0) -> bytes:
+    """Return the 32-byte root of every key chain of a namespace at its epochs.
 
     Raises as ``encode_namespace`` does.
     """
-    return hashlib.sha256(encode_namespace(namespace, epoch)).digest()
+    return hashlib.sha256(encode_namespace(namespace, epoch, tenant_epoch)).digest()
+
+
+def tenant_digest(salt: str) -> bytes:
+    """Return the 32 bytes by which a tenant is known where its salt must not stand.
+
+    Whoever knows it can try salts, so it hides no salt that can be guessed. Raises ``ConfigError``
+    for a salt that no namespace may have, and for the empty one, which is no tenant's.
+    """
+    if not salt:
+        raise ConfigError("the tenant's salt is ''; the empty salt is no tenant's")
+    return hashlib.sha256(_TENANT_PREFIX + _field(1, _text("tenant_salt", salt))).digest()
 
 
 def encode_tokens(tokens: Sequence[int] | memoryview) -> bytes:
@@ -129,6 +149,22 @@ def tail_key(parent: bytes, tokens: Sequence[int] | memoryview) -> ChunkKey:
     count = check_integer("the number of tail tokens", len(tokens), 1, CHUNK_TOKENS_MAX - 1)
     head = parent + b"tail" + count.to_bytes(2, "little")
     return ChunkKey(hashlib.sha256(head + encode_tokens(tokens)).digest())
+
+
+def foreign_key(root: bytes, scheme: str, key: bytes) -> ChunkKey:
+    """Return the key of what another system calls ``key``, for plugs that know no tokens.
+
+    ``root`` is the namespace's digest and ``scheme`` says whose key it is, and of what. Raises
+    ``ConfigError`` for a scheme that is no text and for a key of no bytes or of more than
+    ``FOREIGN_KEY_BYTES_MAX``.
+    """
+    _check_parent(root)
+    if not 1 <= len(key) <= FOREIGN_KEY_BYTES_MAX:
+        raise ConfigError(
+            f"a foreign key has {len(key)} bytes; allowed are 1 to {FOREIGN_KEY_BYTES_MAX}"
+        )
+    fields = _field(1, root) + _field(2, _text("scheme", scheme)) + _field(3, key)
+    return ChunkKey(hashlib.sha256(_FOREIGN_PREFIX + fields).digest())
 
 
 def shard_key(chunk: ChunkKey, shard: ShardId) -> ShardKey:

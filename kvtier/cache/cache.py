@@ -23,6 +23,7 @@ from kvtier.cache.match import Pending, Ready
 from kvtier.cache.opener import VolumeOpener, save_epochs_everywhere
 from kvtier.cache.planner import check_blocks, check_store
 from kvtier.cache.plans import OpenPlans
+from kvtier.cache.removal import remove
 from kvtier.cache.sequence import Sequence
 from kvtier.cache.shapes import Shapes
 from kvtier.cache.state_log import StateLog
@@ -209,6 +210,11 @@ class Cache:
             root = self._root(namespace)
         return Sequence(namespace, root, features=features)
 
+    def root(self, namespace: Namespace) -> bytes:
+        """Return the digest that a namespace's keys follow from, in its present epoch."""
+        with self._lock:
+            return self._root(namespace)
+
     def match(self, sequence: Sequence) -> Ready | Pending:
         """Look up the longest usable prefix. Pins and counts nothing.
 
@@ -243,8 +249,7 @@ class Cache:
         default it follows from the config. None when there is nothing to load. Raises
         ``LayoutError`` for blocks that do not fit the layout.
         """
-        layout = match.sequence.namespace.layout
-        check_blocks(layout, blocks)
+        check_blocks(match.sequence.layout, blocks)
         if deadline is None:
             deadline = self._clock.now() + self._config.load_deadline_s
         with self._lock:
@@ -267,7 +272,7 @@ class Cache:
         cache refuses (no room, too much under way). Raises ``LayoutError`` for blocks that do not
         fit the layout.
         """
-        check_store(sequence.namespace.layout, chunks, len(sequence.chunk_keys), blocks)
+        check_store(sequence.layout, chunks, len(sequence.chunk_keys), blocks)
         with self._lock:
             if self._closed or not self._current(sequence):
                 return None
@@ -313,6 +318,14 @@ class Cache:
                     load.end(MissReason.ABSENT)
         save_epochs_everywhere(self._openers)
         return epoch
+
+    def remove(self, keys: Iterable[ChunkKey]) -> list[bool]:
+        """Let chunks go, whatever is left of them; loads under way keep what they have pinned.
+
+        False: one that is being stored, read or written, which stays as it is; ask again.
+        """
+        with self._lock:
+            return [remove(key, self._dram, self._disk, self._writeout) for key in keys]
 
     def stats(self) -> CacheStats:
         """Count everything, now."""

@@ -99,7 +99,7 @@ class Load:
         self._match = match
         self._blocks = blocks
         self._deadline = deadline
-        self._layout = match.sequence.namespace.layout
+        self._layout = match.sequence.layout
         self._pieces = self._cut_pieces()
         self._failed_at = len(self._pieces)
         self._failure: MissReason | None = None
@@ -187,7 +187,8 @@ class Load:
         """Pin what a piece is loaded from; False when that lacks a shard, which fails the piece."""
         shards = self._context.shapes.shards(self._layout)
         needed = [shard for shard in sorted(shards) if shard.group in piece.groups]
-        if not record.places.keys() >= set(needed):
+        fits = self._match.sequence.codec in (None, record.codec)
+        if not (fits and record.places.keys() >= set(needed)):
             self._fail_from(index, MissReason.ABSENT)
             return False
         piece.record = record
@@ -199,9 +200,10 @@ class Load:
 
     def _readable(self, source: DiskRecord | None) -> DiskRecord | None:
         """Pass on a record unless its codec is unknown here or too lossy for the namespace."""
-        fidelity = self._match.sequence.namespace.fidelity
-        codecs = self._context.shapes.codecs
-        return source if source and codecs.readable(source.codec, fidelity) else None
+        sequence, codecs = self._match.sequence, self._context.shapes.codecs
+        if source is None or sequence.codec not in (None, source.codec):
+            return None
+        return source if codecs.readable(source.codec, sequence.namespace.fidelity) else None
 
     def _running_fill(self, key: ChunkKey) -> Fill | None:
         return self._context.filler.running(key) if self._context.filler else None
@@ -282,7 +284,7 @@ class Load:
             ordered = load_moves(
                 self._layout,
                 self._context.shapes.of(self._layout, piece.chunk, piece.record.codec),
-                self._context.workers,
+                self._match.sequence.workers or self._context.workers,
                 chunk=piece.chunk,
                 groups=piece.groups,
                 blocks=self._blocks,

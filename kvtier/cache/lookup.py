@@ -37,7 +37,7 @@ class Lookup:
 
     def hits(self, sequence: Sequence) -> tuple[ChunkHit, ...]:
         """Return the longest usable prefix, each chunk with the fastest tier that holds it."""
-        layout = sequence.namespace.layout
+        layout = sequence.layout
         whole = self._shapes.shards(layout)
         every = frozenset(range(len(layout.groups)))
         disk = self._disk if self._filler is not None and self._filler.available() else None
@@ -56,7 +56,8 @@ class Lookup:
                 break
             if codec not in usable:
                 fidelity = sequence.namespace.fidelity
-                usable[codec] = self._shapes.codecs.readable(codec, fidelity)
+                fits = sequence.codec in (None, codec)
+                usable[codec] = fits and self._shapes.codecs.readable(codec, fidelity)
             if not usable[codec]:
                 break
             present.append(every if whole == shards else present_groups(layout, shards))
@@ -74,7 +75,7 @@ class Lookup:
         if self._disk is None or self._writeout is None:
             return
         self._disk.touch(keys, sequence.features)
-        layout = sequence.namespace.layout
+        layout = sequence.layout
         for hit in match.hits:  # Parents first: where a parent is not written, no child is.
             self._writeout.note(hit.key, layout, sequence.features)
 

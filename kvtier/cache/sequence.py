@@ -7,7 +7,7 @@ import collections.abc
 from kvtier.constants import DIGEST_BYTES, TOKEN_BYTES
 from kvtier.errors import ConfigError
 from kvtier.keys import encode_tokens, extend_chain
-from kvtier.types import ChunkKey, Features, Namespace
+from kvtier.types import ChunkKey, Features, KVLayout, MissReason, Namespace, Placement
 
 _FEATURES_DEFAULT = Features()
 
@@ -33,11 +33,28 @@ class Sequence:
         self.touched = False  # Whether its request was noted as an access to what was found.
         #: How many of its first chunks the engine has from a lossy codec.
         self.lossy_chunks = 0
+        #: Why its last store ordered less than was asked for; None: nothing was refused.
+        self.refused: MissReason | None = None
 
     @property
     def namespace(self) -> Namespace:
         """What makes this sequence's KV incompatible with others."""
         return self._namespace
+
+    @property
+    def layout(self) -> KVLayout:
+        """How its chunks are cut into shards."""
+        return self._namespace.layout
+
+    @property
+    def codec(self) -> str | None:
+        """The one codec that its chunks are packed with; None: what is configured."""
+        return None
+
+    @property
+    def workers(self) -> tuple[Placement, ...] | None:
+        """Who moves its chunks; None: the workers that are configured."""
+        return None
 
     @property
     def root(self) -> bytes:
@@ -52,7 +69,7 @@ class Sequence:
     @property
     def chunk_tokens(self) -> int:
         """Tokens of a complete chunk."""
-        return self._namespace.layout.chunk_tokens
+        return self.layout.chunk_tokens
 
     @property
     def token_count(self) -> int:

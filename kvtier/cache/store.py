@@ -77,12 +77,15 @@ class Storer:
         more, it stays away. Raises ``CodecError`` for a layout that a codec cannot pack, and then
         has reserved nothing.
         """
-        layout = sequence.namespace.layout
-        codec = self._shapes.codecs.packing(self._codec, sequence.namespace)
-        if self._disk_codec is not None:  # One that cannot pack this raises before room is taken.
+        layout = sequence.layout
+        sequence.refused = None
+        codec = sequence.codec or self._shapes.codecs.packing(self._codec, sequence.namespace)
+        if self._disk_codec is not None and sequence.codec is None:
+            # One that cannot pack this raises before room is taken.
             disk_codec = self._shapes.codecs.packing(self._disk_codec, sequence.namespace)
             self._shapes.of(layout, 1, disk_codec)
-        writers = shard_writers(layout, self._shapes.of(layout, 1, codec), self._workers)
+        workers = sequence.workers or self._workers
+        writers = shard_writers(layout, self._shapes.of(layout, 1, codec), workers)
         moves: list[Move] = []
         stored: list[_Stored] = []
         for chunk in chunks:
@@ -131,6 +134,7 @@ class Storer:
 
     def _reserve(self, sequence: Sequence, chunk: int, shape: ChunkShape) -> DramRecord | None:
         if self.inflight_count >= STORE_CHUNKS_INFLIGHT_MAX:
+            sequence.refused = MissReason.UNAVAILABLE
             self._counters.refused_chunks[MissReason.UNAVAILABLE] += 1
             return None
         key, parent = sequence.chunk_keys[chunk], sequence.entry_parent(chunk)
@@ -141,12 +145,13 @@ class Storer:
             while record is None and self._dram.give_way(before, self._disk.find):
                 record = self._dram.reserve(entry, sequence.root, shape.codec, shape.sizes)
         if record is None:
+            sequence.refused = MissReason.NO_ROOM
             self._counters.refused_chunks[MissReason.NO_ROOM] += 1
         return record
 
     def _stage(self, sequence: Sequence, chunk: int) -> DramRecord | None:
         """Reserve room for what goes to disk; None: it takes what DRAM has, as ever."""
-        if self._disk_codec is None or self._writeout is None:
+        if self._disk_codec is None or self._writeout is None or sequence.codec is not None:
             return None
         if not self._writeout.takes_staged(self._staging_count):
             return None

@@ -15,6 +15,7 @@ from kvtier.codecs.calibration import Calibration
 from kvtier.codecs.calibration_store import CalibrationStore
 from kvtier.codecs.calibrator import Calibrator
 from kvtier.codecs.centred import CENTRED, UNCALIBRATED, calibrator_for, codec_for, stored_name
+from kvtier.codecs.opaque import opaque_codec
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.interfaces import BlockCodec, PagedPool
 from kvtier.types import Fidelity, Move, Namespace
@@ -48,7 +49,7 @@ class KnownCodecs:
 
     def get(self, name: str) -> BlockCodec:
         """Return a codec. Raises ``RegistryError`` and ``ConfigError`` where it cannot be made."""
-        codec = self._known.get(name)
+        codec = self._known.get(name) or opaque_codec(name)  # Of those there are any number.
         if codec is None:
             codec = self._known[name] = _make(name)
         return codec
@@ -58,6 +59,8 @@ class KnownCodecs:
 
         A codec that this process cannot make is a miss, and nothing lossy is ever exact.
         """
+        if opaque_codec(name) is not None:
+            return True
         if name not in self._known:
             try:
                 self._known[name] = _make(name)
