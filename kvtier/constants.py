@@ -21,6 +21,9 @@ CHUNK_TOKENS_MAX: Final = 65_536
 # Shard format.
 SHARD_MAGIC: Final = b"KVTS"
 SHARD_FORMAT_VERSION: Final = 1
+# A shard whose sections a byte codec has encoded.
+STORED_FORMAT_VERSION: Final = 2
+CODEC_NAME_BYTES_MAX: Final = 64
 SECTION_LAYERS_DEFAULT: Final = 4
 HEADER_BYTES_MAX: Final = 64 * KIB
 SECTIONS_MAX: Final = 512
@@ -47,6 +50,8 @@ LOAD_CHUNKS_INFLIGHT_MIN: Final = 4
 LOAD_BYTES_INFLIGHT: Final = 64 * MIB
 LATE_JOBS_MAX: Final = 8
 READ_STEP_BYTES: Final = 8 * MIB
+# Buffers for encoded shards that are kept for the next ones.
+SCRATCH_BUFFERS_KEPT: Final = 8
 LOAD_DEADLINE_S_DEFAULT: Final = 5.0
 PENDING_DEADLINE_S_DEFAULT: Final = 2.0
 STORE_DEADLINE_S: Final = 10.0
@@ -91,8 +96,21 @@ DIRTY_SHARE_LOW: Final = 0.3
 # Chunks kept in DRAM a second time, packed with the disk's own codec, until they are written.
 STAGED_CHUNKS_MAX: Final = 32
 
+# What transfers and recomputing cost: of how many measurements, at most, a line is made. Eight:
+# then nothing is left of what was before a change.
+COST_POINTS_MAX: Final = 8
+COST_SHAPE_POINTS_MAX: Final = 32
+COST_SAVE_S: Final = 60.0
+COST_FILE_BYTES_MAX: Final = 64 * KIB
+
 # At most one log line per message and minute; the rest is counted.
 LOG_INTERVAL_S: Final = 60.0
 
 # Tenants whose figures are kept apart; all others are counted together.
 TENANTS_COUNTED_MAX: Final = 256
+
+# KV events that wait to be taken, chunks that are told of (their tokens are kept: 1 KiB each for
+# chunks of 256), and events in one message.
+EVENTS_QUEUED_MAX: Final = 8192
+EVENT_CHUNKS_MAX: Final = 131_072
+EVENTS_TAKEN_MAX: Final = 512

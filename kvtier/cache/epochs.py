@@ -1,14 +1,16 @@
-"""The epoch of each namespace: raising it makes everything older unreachable at once."""
+"""Epochs of namespaces and tenants: raising one makes everything older unreachable at once."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvtier.constants import EPOCHS_MAX
+
 
 @dataclass(frozen=True, slots=True)
 class EpochSnapshot:
-    """All epochs that were ever raised, the floor under all others, and which state this is."""
+    """All epochs above the floor, the floor under all others, and which state this is."""
 
     epochs: dict[bytes, int]
     floor: int
@@ -16,9 +18,12 @@ class EpochSnapshot:
 
 
 class Epochs:
-    """Epochs by namespace digest (at epoch 0). Used under the cache's lock. Never decreases.
+    """Epochs by the digest of a namespace (at epoch 0) or tenant. Never decrease.
 
-    Each of ``keepers`` media keeps all of them, so that any one of them can be lost.
+    Used under the cache's lock. Each of ``keepers`` media keeps all of them, so that any one of
+    them can be lost. At most ``EPOCHS_MAX`` stand above the floor: the next one raises the floor
+    above them all, which makes everything unreachable that is stored. An epoch that were dropped
+    instead could bring back what was declared stale.
     """
 
     def __init__(self, keepers: int = 1) -> None:
@@ -26,24 +31,30 @@ class Epochs:
         self._floor = 0
         self._version = 0
         self._kept = [0] * keepers
-        # What was raised here since a medium was last read or written.
-        self._advanced: list[set[bytes]] = [set() for _ in range(keepers)]
+        # What was raised here since a medium was last read or written; None stands for the floor.
+        self._advanced: list[set[bytes | None]] = [set() for _ in range(keepers)]
+
+    @property
+    def version(self) -> int:
+        """Another number whenever an epoch was raised."""
+        return self._version
 
     def unsaved(self, keeper: int) -> bool:
         """Tell whether a medium keeps less than is known here."""
         return self._kept[keeper] != self._version
 
-    def get(self, namespace: bytes) -> int:
-        """Return a namespace's present epoch; 0 until it was first invalidated."""
-        return max(self._epochs.get(namespace, 0), self._floor)
+    def get(self, digest: bytes) -> int:
+        """Return a namespace's or tenant's present epoch; 0 until it was first raised."""
+        return max(self._epochs.get(digest, 0), self._floor)
 
-    def advance(self, namespace: bytes) -> int:
+    def advance(self, digest: bytes) -> int:
         """Begin the next epoch and return it."""
         self._version += 1
-        self._epochs[namespace] = self.get(namespace) + 1
+        self._epochs[digest] = self.get(digest) + 1
         for advanced in self._advanced:
-            advanced.add(namespace)
-        return self._epochs[namespace]
+            advanced.add(digest)
+        self._bound()
+        return self.get(digest)
 
     def merge(self, keeper: int, stored: Mapping[bytes, int], floor: int) -> None:
         """Take in what a medium knew.
@@ -51,15 +62,20 @@ class Epochs:
         What was advanced here while it could not be read ends up above what it knew.
         """
         before = (dict(self._epochs), self._floor)
-        for namespace, epoch in stored.items():
-            self._epochs[namespace] = max(self.get(namespace), epoch)
-        self._floor = max(self._floor, floor)
-        for namespace in self._advanced[keeper]:
-            known = max(stored.get(namespace, 0), floor)
-            self._epochs[namespace] = max(self._epochs[namespace], known + 1)
+        stored = {digest: epoch for digest, epoch in stored.items() if epoch > floor}
+        for digest, epoch in stored.items():
+            self._epochs[digest] = max(self.get(digest), epoch)
+        self._raise_floor(floor)
+        for advanced in self._advanced[keeper]:
+            if advanced is None:
+                self._raise_floor(1 + max((floor, *stored.values())))
+            else:
+                known = max(stored.get(advanced, 0), floor)
+                self._epochs[advanced] = max(self.get(advanced), known + 1)
+        self._bound()
         if (self._epochs, self._floor) != before:
             self._version += 1
-        known_there = dict(stored) == self._epochs and floor == self._floor
+        known_there = stored == self._epochs and floor == self._floor
         self._kept[keeper] = self._version if known_there else -1
 
     def snapshot(self) -> EpochSnapshot:
@@ -70,7 +86,23 @@ class Epochs:
         """Note that a medium keeps a snapshot."""
         self._kept[keeper] = snapshot.version
         self._advanced[keeper] = {
-            namespace
-            for namespace in self._advanced[keeper]
-            if snapshot.epochs.get(namespace) != self._epochs[namespace]
+            advanced
+            for advanced in self._advanced[keeper]
+            if (
+                snapshot.floor != self._floor
+                if advanced is None
+                else max(snapshot.epochs.get(advanced, 0), snapshot.floor) != self.get(advanced)
+            )
         }
+
+    def _bound(self) -> None:
+        """With too much above the floor, raise it above everything."""
+        if len(self._epochs) > EPOCHS_MAX:
+            self._raise_floor(max(self._epochs.values()) + 1)
+            self._advanced = [{None} for _ in self._advanced]
+
+    def _raise_floor(self, floor: int) -> None:
+        """Keep nothing beside the floor that it says too."""
+        if floor > self._floor:
+            self._floor = floor
+            self._epochs = {d: epoch for d, epoch in self._epochs.items() if epoch > floor}

@@ -21,6 +21,7 @@ from kvtier.keys import (
     namespace_digest,
     shard_key,
     split_shard_key,
+    tenant_digest,
     weights_id,
 )
 from kvtier.types import (
@@ -118,10 +119,13 @@ def read_group(data: bytes) -> KVGroup:
     )
 
 
-def read_namespace(data: bytes) -> tuple[Namespace, int]:
+def read_namespace(data: bytes) -> tuple[Namespace, int, int]:
     prefix = b"KVTier namespace 1"
     assert data.startswith(prefix)
-    weights, cut, *texts, fidelity, epoch = read_struct(data[len(prefix) :], 8)
+    values = read_struct(data[len(prefix) :], len(list(read_fields(data[len(prefix) :]))))
+    weights, cut, *texts, fidelity, epoch = values[:8]
+    tenant_epoch = int.from_bytes(b"".join(values[8:]), "big")
+    assert len(values) == (9 if tenant_epoch else 8)
     parts, chunk_tokens, head_groups, starts, section_layers = read_struct(cut, 5)
     layout = KVLayout(
         groups=tuple(read_group(value) for _, value in read_fields(parts)),
@@ -132,14 +136,23 @@ def read_namespace(data: bytes) -> tuple[Namespace, int]:
     )
     rope, scales, adapter, salt = (text.decode() for text in texts)
     found = Namespace(weights.decode(), layout, rope, scales, adapter, salt)
-    return replace(found, fidelity=Fidelity(fidelity.decode())), int.from_bytes(epoch, "big")
+    found = replace(found, fidelity=Fidelity(fidelity.decode()))
+    return found, int.from_bytes(epoch, "big"), tenant_epoch
 
 
-@given(namespaces(), EPOCHS)
-def test_b29_b33_an_encoding_is_read_back(namespace: Namespace, epoch: int) -> None:
-    encoded = encode_namespace(namespace, epoch)
-    assert read_namespace(encoded) == (namespace, epoch)
-    assert namespace_digest(namespace, epoch) == hashlib.sha256(encoded).digest()
+@given(namespaces(), EPOCHS, EPOCHS)
+def test_b29_b33_an_encoding_is_read_back(
+    namespace: Namespace, epoch: int, tenant_epoch: int
+) -> None:
+    encoded = encode_namespace(namespace, epoch, tenant_epoch)
+    assert read_namespace(encoded) == (namespace, epoch, tenant_epoch)
+    assert namespace_digest(namespace, epoch, tenant_epoch) == hashlib.sha256(encoded).digest()
+
+
+@given(namespaces(), TEXTS.filter(bool), TEXTS.filter(bool))
+def test_a_tenant_is_known_by_its_salt_alone(namespace: Namespace, one: str, other: str) -> None:
+    assert (tenant_digest(one) == tenant_digest(other)) == (one == other)
+    assert tenant_digest(one) != namespace_digest(replace(namespace, tenant_salt=one))
 
 
 @given(namespaces(), st.permutations(("rope", "kv_scales_id", "adapter_id", "tenant_salt")))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 from hypothesis import given, strategies
 
+from kvtier.cache import epochs as epochs_module
 from kvtier.cache.epochs import Epochs
+from kvtier.constants import EPOCHS_MAX
 
 A, B = b"a" * 32, b"b" * 32
 
@@ -93,7 +97,7 @@ def test_a_floor_of_one_medium_is_owed_to_the_others() -> None:
     epochs.merge(0, {A: 2}, 0)
     epochs.merge(1, {}, 1000)
     assert epochs.get(A) == 1000
-    assert [epochs.unsaved(keeper) for keeper in (0, 1)] == [True, True]
+    assert [epochs.unsaved(keeper) for keeper in (0, 1)] == [True, False]
 
 
 def test_an_advance_is_above_each_medium_that_comes_up_later() -> None:
@@ -118,6 +122,48 @@ def test_a_snapshot_does_not_change_later() -> None:
     assert snapshot.epochs == {A: 1}
 
 
+def test_epochs_are_bounded_and_the_floor_rises_above_all_of_them() -> None:
+    epochs = Epochs()
+    digests = [number.to_bytes(32, "big") for number in range(EPOCHS_MAX + 1)]
+    epochs.advance(A)
+    epochs.advance(A)
+    before = {A: 2, B: 0} | {digest: epochs.advance(digest) for digest in digests[:-2]}
+    assert len(epochs.snapshot().epochs) == EPOCHS_MAX
+    assert epochs.snapshot().floor == 0
+    last = epochs.advance(digests[-2])
+    assert epochs.snapshot().epochs == {}
+    assert last == epochs.snapshot().floor == 3
+    assert all(epochs.get(digest) > epoch for digest, epoch in before.items())
+    assert epochs.unsaved(0)
+    assert epochs.advance(A) == 4, "and it goes on from there"
+
+
+def test_a_floor_that_rose_in_the_dark_ends_above_what_the_medium_knew() -> None:
+    """The directory that was away knows higher epochs than those that the bound counted."""
+    with patch.object(epochs_module, "EPOCHS_MAX", 2):
+        epochs = Epochs(2)
+        for digest in (A, B, b"c" * 32):
+            epochs.advance(digest)
+        epochs.saved(0, epochs.snapshot())
+        assert epochs.snapshot().floor == 2
+        epochs.merge(1, {A: 8, B: 1}, 0)
+        assert epochs.get(A) > 8
+        assert epochs.get(B) > 8
+        assert [epochs.unsaved(keeper) for keeper in (0, 1)] == [True, True]
+
+
+def test_what_a_floor_says_too_is_not_kept_beside_it() -> None:
+    epochs = Epochs()
+    epochs.advance(A)
+    epochs.merge(0, {A: 1, B: 7}, 5)
+    snapshot = epochs.snapshot()
+    assert (snapshot.epochs, snapshot.floor) == ({A: 6, B: 7}, 5)
+    epochs.merge(0, {A: 6, B: 7}, 9)
+    snapshot = epochs.snapshot()
+    # A was advanced here and has not been saved since.
+    assert (snapshot.epochs, snapshot.floor) == ({A: 10}, 9)
+
+
 STORED = strategies.dictionaries(strategies.sampled_from((A, B)), strategies.integers(1, 9))
 
 
@@ -136,6 +182,12 @@ def test_epochs_never_fall_and_an_advance_is_new(
     steps: list[bytes | tuple[int, dict[bytes, int], int] | int],
 ) -> None:
     """Steps are advances, what a medium knew, and saves to a medium."""
+    for most in (1, EPOCHS_MAX):
+        with patch.object(epochs_module, "EPOCHS_MAX", most):
+            walk(steps)
+
+
+def walk(steps: list[bytes | tuple[int, dict[bytes, int], int] | int]) -> None:
     epochs = Epochs(KEEPERS)
     seen: dict[bytes, set[int]] = {A: {0}, B: {0}}
     kept: list[tuple[dict[bytes, int], int]] = [({}, 0)] * KEEPERS
