@@ -3,54 +3,36 @@
 Starts ``kvtier-serve`` with an empty disk tier, sends a long prompt, stops the server, starts a new
 one on the same disk and sends the prompt again. Both requests are the first that their server gets.
 Repeats with other prompts, prints the medians, and fails unless both answers are the same text.
-The disk tier lies in a temporary folder; ``TMPDIR`` chooses the disk where that is memory.
+
+With ``--codec``, what a lossy codec costs: a server with ``raw`` and one with each codec compute
+many prompts and stop; then new ones on their disks answer all prompts in turn. Prints what each
+disk holds, how many answers and tokens are those of ``raw``, and the times to first token; fails
+unless all servers find as much on their disks. Computes in bfloat16, as KV on GPUs is.
+
+The disk tiers lie in a temporary folder; ``TMPDIR`` chooses the disk where that is memory.
 
     .venv/bin/python examples/restart_reuse.py
     .venv/bin/python examples/restart_reuse.py --repetitions 5 --json
+    .venv/bin/python examples/restart_reuse.py --codec int8 int4
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import http.client
 import json
 import platform
-import random
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-SERVER = Path(sys.executable).with_name("kvtier-serve")
-START_TIMEOUT_S = 300.0
-STOP_TIMEOUT_S = 60.0
-REQUEST_TIMEOUT_S = 600.0
-POLL_S = 0.1
-TOKENS_PER_ENTRY = 26
+from served import Answer, ask, get, make_prompt, serving
+
 SEED = 1
-
-PLACES = ["the harbour", "the mill", "the station", "the library", "the market", "the north gate"]
-PEOPLE = ["the keeper", "a clerk", "the engineer", "a visitor", "the gardener", "a messenger"]
-DEEDS = ["counted the crates", "repaired the pump", "read the gauges", "waited for the ferry"]
-WEATHER = ["under a clear sky", "in steady rain", "before the fog came", "while the wind rose"]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One streamed completion. ``ttft_s`` runs from sending the request to its first text."""
-
-    ttft_s: float
-    text: str
-    prompt_tokens: int
-    cached_by_tier: dict[str, int]
+RAW = "raw"
 
 
 @dataclass(frozen=True)
@@ -66,114 +48,20 @@ class Repetition:
         return self.cold.text == self.restarted.text
 
 
-def make_prompt(tokens: int, seed: int) -> str:
-    """A station log of about ``tokens`` tokens; another seed differs from its first entry on."""
-    rng = random.Random(seed)
-    entries = [f"Log {seed} of the signal station."]
-    for number in range(1, max(2, tokens // TOKENS_PER_ENTRY + 1)):
-        hour, minute = rng.randrange(24), rng.randrange(60)
-        entries.append(
-            f"Entry {number}, {hour:02}:{minute:02}. At {rng.choice(PLACES)} {rng.choice(PEOPLE)} "
-            f"{rng.choice(DEEDS)} {rng.choice(WEATHER)}."
-        )
-    return "\n".join([*entries, "In short, the log says that"])
+@dataclass(frozen=True)
+class Restart:
+    """One codec: what its disk holds, and its answers after the restart, prompt by prompt."""
+
+    codec: str
+    disk_bytes: int
+    answers: list[Answer]
 
 
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-@contextlib.contextmanager
-def serving(options: argparse.Namespace, folder: Path) -> Iterator[int]:
-    """Run a server on the disk tier in ``folder``; give its port, stop it as an operator would."""
-    port = free_port()
-    command = [str(SERVER), "--port", str(port), "--disk", str(folder / "disk")]
-    command += ["--dram", options.dram, "--disk-bytes", options.disk_bytes]
-    command += ["--model", options.model] if options.model else []
-    log = folder / "server.log"
-    with log.open("ab") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            wait_until_ready(process, port, log)
-            yield port
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-                raise
-
-
-def wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    """Return when the server says that it is well; raise when it ends or takes too long."""
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError):
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=POLL_S * 10)
-            with contextlib.closing(connection):
-                connection.request("GET", "/health")
-                if connection.getresponse().status == http.client.OK:
-                    return
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            status = process.wait(POLL_S)
-            raise RuntimeError(f"the server ended with {status}:\n{log.read_text()[-4000:]}")
-    raise RuntimeError(f"the server was not ready in {START_TIMEOUT_S:.0f} s")
-
-
-def ask(port: int, prompt: str, max_tokens: int) -> Answer:
-    """Stream one greedy completion and time its first text."""
-    body = {
-        "model": model_name(port),
-        "prompt": prompt,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=REQUEST_TIMEOUT_S)
-    with contextlib.closing(connection):
-        start = time.perf_counter()
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        response = connection.getresponse()
-        if response.status != http.client.OK:
-            raise RuntimeError(f"{response.status}: {response.read().decode()}")
-        ttft_s, text, usage = 0.0, "", None
-        for event in events(response):
-            if event.get("choices") and event["choices"][0]["text"]:
-                ttft_s = ttft_s or time.perf_counter() - start
-                text += event["choices"][0]["text"]
-            usage = event.get("usage") or usage
-    if not text or usage is None:
-        raise RuntimeError("the stream ended without text or without usage")
-    tiers = usage["prompt_tokens_details"]["kvtier"]
-    return Answer(ttft_s, text, usage["prompt_tokens"], tiers)
-
-
-def events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """Decode server-sent events up to the closing one."""
-    for line in response:
-        data = line.strip().removeprefix(b"data: ")
-        if data == b"[DONE]":
-            return
-        if line.startswith(b"data: "):
-            yield json.loads(data)
-    raise RuntimeError("the stream broke off")
-
-
-def model_name(port: int) -> str:
-    """The name of the one model that is served."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=REQUEST_TIMEOUT_S)
-    with contextlib.closing(connection):
-        connection.request("GET", "/v1/models")
-        name: str = json.loads(connection.getresponse().read())["data"][0]["id"]
-        return name
+def server_options(options: argparse.Namespace, codec: str = RAW) -> list[str]:
+    """What servers are told beyond their port and disk."""
+    told = ["--dram", options.dram, "--disk-bytes", options.disk_bytes, "--codec", codec]
+    told += ["--model", options.model] if options.model else []
+    return told + (["--dtype", "bfloat16"] if options.codec else [])
 
 
 def repeat(options: argparse.Namespace, seed: int) -> Repetition:
@@ -182,9 +70,54 @@ def repeat(options: argparse.Namespace, seed: int) -> Repetition:
     answers = []
     with tempfile.TemporaryDirectory(prefix="kvtier-restart-") as name:
         for _ in range(2):
-            with serving(options, Path(name)) as port:
+            with serving(Path(name), server_options(options)) as port:
                 answers.append(ask(port, prompt, options.max_tokens))
     return Repetition(*answers)
+
+
+def repeat_all(options: argparse.Namespace) -> list[Repetition]:
+    """Each repetition with a prompt of its own."""
+    runs = []
+    for number in range(options.repetitions):
+        runs.append(repeat(options, SEED + number))
+        told = f"cold {runs[-1].cold.ttft_s:.2f} s, restarted {runs[-1].restarted.ttft_s:.2f} s"
+        print(f"prompt {number + 1} of {options.repetitions}: {told}", file=sys.stderr)
+    return runs
+
+
+def restart_each(options: argparse.Namespace) -> list[Restart]:
+    """Compute all prompts with each codec, one server after the other; restart all, ask again."""
+    prompts = [make_prompt(options.prompt_tokens, SEED + n) for n in range(options.prompts)]
+    names = [RAW, *options.codec]
+    with (
+        tempfile.TemporaryDirectory(prefix="kvtier-restart-") as folder,
+        contextlib.ExitStack() as stack,
+    ):
+        for codec in names:
+            with serving(Path(folder) / codec, server_options(options, codec)) as port:
+                for number, prompt in enumerate(prompts):
+                    answer = ask(port, prompt, 1)
+                    told = f"computed in {answer.ttft_s:.2f} s"
+                    print(f"{codec}, prompt {number + 1}: {told}", file=sys.stderr)
+        ports = {
+            codec: stack.enter_context(
+                serving(Path(folder) / codec, server_options(options, codec))
+            )
+            for codec in names
+        }
+        restarts = [Restart(codec, disk_bytes(port), []) for codec, port in ports.items()]
+        for number, prompt in enumerate(prompts):
+            # Each in turn is the first, so that what else the machine does favours none.
+            first = number % len(restarts)
+            for restart in restarts[first:] + restarts[:first]:
+                restart.answers.append(ask(ports[restart.codec], prompt, options.max_tokens))
+    return restarts
+
+
+def disk_bytes(port: int) -> int:
+    """What a server's disk tier holds."""
+    tiers = get(port, "/health")["tiers"]
+    return next(int(tier["used_bytes"]) for tier in tiers if tier["name"] == "disk")
 
 
 def summarize(runs: list[Repetition]) -> dict[str, Any]:
@@ -201,6 +134,43 @@ def summarize(runs: list[Repetition]) -> dict[str, Any]:
     }
 
 
+def compare(raw: Restart, other: Restart) -> dict[str, Any]:
+    """How one codec did beside ``raw``."""
+    pairs = list(zip(raw.answers, other.answers, strict=True))
+    ratios = [theirs.ttft_s / ours.ttft_s for ours, theirs in pairs]
+    cuts = statistics.quantiles(ratios, n=10, method="inclusive") if len(pairs) > 1 else ratios * 9
+    tokens = sum(len(ours.tokens) for ours, _ in pairs)
+    same = sum(
+        left == right
+        for ours, theirs in pairs
+        for left, right in zip(ours.tokens, theirs.tokens, strict=False)
+    )
+    return {
+        "codec": other.codec,
+        "disk_bytes": other.disk_bytes,
+        "raw_bytes_over_its": round(raw.disk_bytes / other.disk_bytes, 3),
+        "same_tokens": round(same / tokens, 4),
+        "same_texts": sum(ours.text == theirs.text for ours, theirs in pairs),
+        "ttft_s": round(statistics.median(theirs.ttft_s for _, theirs in pairs), 4),
+        "ttft_over_raw": {f"p{at}0": round(cuts[at - 1], 3) for at in (2, 5, 8)},
+        "same_tiers": all(ours.cached_by_tier == theirs.cached_by_tier for ours, theirs in pairs),
+    }
+
+
+def summarize_codecs(options: argparse.Namespace, restarts: list[Restart]) -> dict[str, Any]:
+    """All codecs beside ``raw``, which stands first."""
+    raw = restarts[0]
+    return {
+        "prompts": options.prompts,
+        "prompt_tokens": statistics.median(answer.prompt_tokens for answer in raw.answers),
+        "max_tokens": options.max_tokens,
+        "dtype": "bfloat16",
+        "disk_tokens": sum(answer.cached_by_tier["disk"] for answer in raw.answers),
+        "codecs": [compare(raw, restart) for restart in restarts],
+        "machine": f"{platform.machine()}, {platform.platform()}",
+    }
+
+
 def print_table(summary: dict[str, Any]) -> None:
     """Print the summary for people."""
     last = summary["repetitions"][-1]
@@ -213,8 +183,27 @@ def print_table(summary: dict[str, Any]) -> None:
     print(f"{'same text':15}{'yes' if summary['same_text'] else 'NO':>15}")
 
 
+def print_codecs(summary: dict[str, Any]) -> None:
+    """Print the comparison for people."""
+    count = summary["prompts"]
+    print(
+        f"{count} prompts of {summary['prompt_tokens']:.0f} tokens, {summary['dtype']}, restarted"
+    )
+    print(
+        f"{'codec':12}{'disk':>12}{'denser':>9}{'same tokens':>13}{'same texts':>12}{'TTFT':>9}"
+        "   of raw's: p20, p50, p80"
+    )
+    for row in summary["codecs"]:
+        ratio = ", ".join(f"{value:.2f}" for value in row["ttft_over_raw"].values())
+        print(
+            f"{row['codec']:12}{row['disk_bytes'] / 2**20:>8.1f} MiB"
+            f"{row['raw_bytes_over_its']:>8.2f}x{row['same_tokens']:>12.1%} "
+            f"{row['same_texts']:>5} of {count:<3}{row['ttft_s']:>7.3f} s   {ratio}"
+        )
+
+
 def main() -> int:
-    """Measure; return 1 when a restart changed an answer."""
+    """Measure; return 1 when a restart changed an answer, or a codec's disk lacked something."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -227,23 +216,27 @@ def main() -> int:
         metavar="1..100",
         help="prompts to measure (3)",
     )
+    parser.add_argument("--codec", nargs="+", default=[], help="compare these with raw instead")
+    parser.add_argument("--prompts", type=int, default=50, help="prompts with --codec (50)")
     parser.add_argument("--prompt-tokens", type=int, default=1800, help="about that many (1800)")
     parser.add_argument("--max-tokens", type=int, default=24, help="tokens to generate (24)")
     parser.add_argument("--dram", default="1GiB", help="size of the DRAM tier (1GiB)")
     parser.add_argument("--disk-bytes", default="4GiB", help="size of the disk tier (4GiB)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     options = parser.parse_args()
-    runs = []
-    for number in range(options.repetitions):
-        runs.append(repeat(options, SEED + number))
-        told = f"cold {runs[-1].cold.ttft_s:.2f} s, restarted {runs[-1].restarted.ttft_s:.2f} s"
-        print(f"prompt {number + 1} of {options.repetitions}: {told}", file=sys.stderr)
-    summary = summarize(runs)
+    if options.codec:
+        summary = summarize_codecs(options, restart_each(options))
+        well = all(row["same_tiers"] for row in summary["codecs"])
+    else:
+        summary = summarize(repeat_all(options))
+        well = summary["same_text"]
     if options.json:
         print(json.dumps(summary, indent=2))
+    elif options.codec:
+        print_codecs(summary)
     else:
         print_table(summary)
-    return 0 if summary["same_text"] else 1
+    return 0 if well else 1
 
 
 if __name__ == "__main__":

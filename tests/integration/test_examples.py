@@ -49,8 +49,31 @@ def test_restart_reuse_gives_the_same_text_from_disk(tmp_path: Path) -> None:
     assert run["restarted"]["cached_by_tier"]["disk"] == whole_chunks
 
 
+def test_restart_reuse_compares_codecs_with_raw(tmp_path: Path) -> None:
+    said = run_example(
+        "restart_reuse.py",
+        "--json",
+        "--codec=int8",
+        "--prompts=2",
+        "--prompt-tokens=320",
+        "--max-tokens=4",
+        "--dram=256MiB",
+        folder=tmp_path,
+    )
+    summary = json.loads(said)
+    raw, int8 = summary["codecs"]
+    assert summary["disk_tokens"] == 2 * 256
+    assert (raw["codec"], raw["same_tokens"], raw["same_texts"]) == ("raw", 1.0, 2)
+    assert raw["raw_bytes_over_its"] == 1.0
+    assert int8["codec"] == "int8"
+    assert int8["same_tiers"]
+    assert int8["raw_bytes_over_its"] > 1.8
+    assert int8["same_tokens"] > 0.5
+
+
 def test_every_example_is_run() -> None:
     here = Path(__file__).read_text(encoding="utf-8")
-    names = [path.name for path in (ROOT / "examples").glob("*.py")]
+    programs = (path for path in (ROOT / "examples").glob("*.py"))
+    names = [path.name for path in programs if "__main__" in path.read_text(encoding="utf-8")]
     assert names
     assert all(f'"{name}"' in here for name in names)
