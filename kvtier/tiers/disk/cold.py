@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -51,6 +51,10 @@ class ColdTable:
         self._numbers = np.ascontiguousarray(array).view(np.uint32).data
         self._held_bytes = {number: int(rows.array["nbytes"].sum()) for number, rows in parts}
         self._count = len(array)
+        self._kind_counts = np.bincount(array["kind"], minlength=len(self._kinds)).tolist()
+        self._kinds_of: dict[bytes, list[int]] = {}
+        for number, (_, kind) in enumerate(self._kinds):
+            self._kinds_of.setdefault(kind.namespace, []).append(number)
         self._index = KeyIndex(array)
         parents = self._index.find_all(key_words(array, "parent"))
         parents[(key_words(array, "parent") == 0).all(axis=1)] = -1
@@ -79,6 +83,25 @@ class ColdTable:
     def held_bytes(self, directory: int) -> int:
         """Return the bytes of a directory's files of which the table knows."""
         return self._held_bytes.get(directory, 0)
+
+    @property
+    def namespaces(self) -> Collection[bytes]:
+        """The namespaces of which it holds, or held, something."""
+        return self._kinds_of.keys()
+
+    def bytes_of(self, namespace: bytes) -> int:
+        """Return the bytes of a namespace's chunks."""
+        kinds = self._kinds_of.get(namespace, ())
+        return sum(self._kind_counts[number] * self._kinds[number][1].nbytes for number in kinds)
+
+    def keys_of(self, namespaces: Collection[bytes]) -> list[ChunkKey]:
+        """Return the chunks of some namespaces, the one used longest ago first."""
+        wanted = [number for each in namespaces for number in self._kinds_of.get(each, ())]
+        if not wanted:
+            return []
+        there = np.frombuffer(self._gone, np.uint8) == 0
+        rows = np.flatnonzero(there & np.isin(self._rows.array["kind"], wanted))
+        return [ChunkKey(key_at(self._bytes, row * ROW_BYTES)[0]) for row in rows.tolist()]
 
     def kind(self, key: ChunkKey) -> tuple[int, Kind] | None:
         """Return in which directory a chunk lies, and its kind."""
@@ -166,6 +189,7 @@ class ColdTable:
         self._gone[row] = True
         self._count -= 1
         self._held_bytes[made[0]] -= made[1].nbytes
+        self._kind_counts[self._kind_number(row)] -= 1
         parent = self._parents[row]
         if parent >= 0:
             self._children[parent] -= 1

@@ -36,7 +36,8 @@ DiskRecord = Record[DiskPlace]
 class DiskTier:
     """Owns the index and the policy over all directories. Used under the cache's lock.
 
-    ``index`` holds the chunks that were used since the start; ``ready`` brings others in.
+    ``index`` holds the chunks that were used since the start, ``cold`` the others; ``ready``
+    brings them in.
     """
 
     def __init__(
@@ -53,13 +54,13 @@ class DiskTier:
         self._policy = policy(self.capacity_bytes, self._pinned)
         self._clock = clock
         self._on_evict = on_evict
-        self._cold = ColdTable((), self._is_hot)
+        self.cold = ColdTable((), self._is_hot)
         self._condemned: set[str] = set()
         self._ranked_bytes = 0  # What the policy holds.
         self._placing: ChunkKey | None = None  # Ranked, and not in the index yet.
 
     def __len__(self) -> int:
-        return len(self.index) + len(self._cold)
+        return len(self.index) + len(self.cold)
 
     @property
     def opened(self) -> bool:
@@ -99,14 +100,14 @@ class DiskTier:
         if record is not None:
             readable = record.state is State.READY and self.volume_of(record).answers
             return (record.codec, record.places.keys()) if readable else None
-        cold = self._cold.kind(key)
+        cold = self.cold.kind(key)
         if cold is None or not self.volumes[cold[0]].answers:
             return None
         return cold[1].codec, cold[1].shard_ids
 
     def holds(self, key: ChunkKey) -> bool:
         """Tell whether a chunk is there, being written included, readable or not."""
-        return self.index.get(key) is not None or key in self._cold
+        return self.index.get(key) is not None or key in self.cold
 
     def ready(self, key: ChunkKey) -> DiskRecord | None:
         """Return the record of a chunk that may be read now, bringing it in from the cold."""
@@ -135,11 +136,11 @@ class DiskTier:
             gone = row is None or row[1].generation != _first(record).generation
             if gone and not record.pins:
                 self.forget(record)
-        volume.held_bytes -= self._cold.held_bytes(number)
+        volume.held_bytes -= self.cold.held_bytes(number)
         if len(self.volumes) > 1:
-            others = [part for part in self._cold.parts() if part[0] != number]
+            others = [part for part in self.cold.parts() if part[0] != number]
             table = ColdTable([*others, (number, found.rows)], self._is_hot)
-        self._cold = table
+        self.cold = table
         volume.held_bytes += table.held_bytes(number)
         for record in list(self.index):
             self._drop_twin(record)
@@ -284,10 +285,10 @@ class DiskTier:
         for volume in self.volumes:
             records = [*self.index, *self.index.leaving]
             held = sum(r.entry.nbytes for r in records if _first(r).volume == volume.number)
-            cold = self._cold.held_bytes(volume.number)
+            cold = self.cold.held_bytes(volume.number)
             if held + cold != volume.held_bytes:
                 raise AssertionError(f"{volume.held_bytes} bytes counted, {held} + {cold} held")
-        if any(record.entry.key in self._cold for record in self.index):
+        if any(record.entry.key in self.cold for record in self.index):
             raise AssertionError("a record is cold too")
         ranked = sum(record.entry.nbytes for record in self.index)
         if ranked != self._ranked_bytes:
@@ -302,7 +303,7 @@ class DiskTier:
     def _bring(self, above: ChunkKey | None) -> None:
         """Make records of a chunk and its ancestors that are cold, the first one first."""
         line: list[tuple[int, Row]] = []
-        while above is not None and (taken := self._cold.take(above)) is not None:
+        while above is not None and (taken := self.cold.take(above)) is not None:
             line.append(taken)
             above = taken[1].parent
         for number, row in reversed(line):
@@ -336,7 +337,7 @@ class DiskTier:
 
     def _drop_coldest(self) -> int:
         """Let the chunk go that was not used for longest before the start; return its bytes."""
-        coldest = self._cold.pop_coldest()
+        coldest = self.cold.pop_coldest()
         if coldest is None:
             return 0
         number, row = coldest
@@ -346,7 +347,7 @@ class DiskTier:
 
     def _drop_twin(self, record: DiskRecord) -> None:
         """Take what is known already, or stored again meanwhile, out of the cold."""
-        taken = self._cold.take(record.entry.key)
+        taken = self.cold.take(record.entry.key)
         if taken is None:
             return
         number, row = taken
@@ -366,7 +367,7 @@ class DiskTier:
         if volume.going(file.path) or named is None:
             return named is not None
         key = ChunkKey(named[0][:DIGEST_BYTES])
-        cold, record = self._cold.peek(key), self.index.get(key)
+        cold, record = self.cold.peek(key), self.index.get(key)
         places = [] if cold is None else [*self.volumes[cold[0]].row_places(cold[1]).values()]
         for each in (*self.index.leaving, *((record,) if record is not None else ())):
             places += each.places.values()
