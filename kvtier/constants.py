@@ -48,6 +48,9 @@ STORE_CHUNKS_INFLIGHT_MAX: Final = 256
 LOAD_CHUNKS_INFLIGHT_MAX: Final = 8
 LOAD_CHUNKS_INFLIGHT_MIN: Final = 4
 LOAD_BYTES_INFLIGHT: Final = 64 * MIB
+# What is ready at once goes out in plans of about so much, the first layers first; few of them.
+LOAD_PLAN_BYTES: Final = 64 * MIB
+LOAD_PLANS_MAX: Final = 8
 LATE_JOBS_MAX: Final = 8
 READ_STEP_BYTES: Final = 8 * MIB
 # Buffers for encoded shards that are kept for the next ones.
@@ -80,6 +83,11 @@ GROUP_COMMIT_S: Final = 0.2
 EPOCHS_WAIT_S_MAX: Final = 1.0
 # Namespaces and tenants whose epochs are kept one by one; the file of all takes some megabytes.
 EPOCHS_MAX: Final = 65_536
+# Namespaces, each in one epoch, of which is known whose they are; how often that is written.
+ROOTS_MAX: Final = 65_536
+ROOTS_SAVE_S: Final = 1.0
+# Chunks of stale namespaces that leave in one go, in each tier.
+RECLAIMED_CHUNKS_MAX: Final = 256
 
 # The disk tier's index at rest: a snapshot and a log of what has changed since.
 JOURNAL_ROWS_MAX: Final = 1 << 25
@@ -101,6 +109,7 @@ STAGED_CHUNKS_MAX: Final = 32
 COST_POINTS_MAX: Final = 8
 COST_SHAPE_POINTS_MAX: Final = 32
 COST_SAVE_S: Final = 60.0
+COST_MODELS_MAX: Final = 16
 COST_FILE_BYTES_MAX: Final = 64 * KIB
 
 # At most one log line per message and minute; the rest is counted.

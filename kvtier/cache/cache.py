@@ -12,11 +12,13 @@ from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
+from kvtier.cache.below import Below
 from kvtier.cache.disk_choices import DiskChoices, disk_choices, local_files
 from kvtier.cache.epochs import Epochs
+from kvtier.cache.event_feed import EventFeed
 from kvtier.cache.executor import Executor
 from kvtier.cache.figures import cache_stats
-from kvtier.cache.fill import Filler
+from kvtier.cache.fill import Fill, Filler
 from kvtier.cache.load import Load, LoadContext
 from kvtier.cache.lookup import Lookup
 from kvtier.cache.match import Pending, Ready
@@ -38,6 +40,7 @@ from kvtier.errors import ConfigError
 from kvtier.interfaces import Clock
 from kvtier.keys import namespace_digest
 from kvtier.obs.counters import Counters
+from kvtier.obs.events import EventLog
 from kvtier.obs.stats import CacheStats
 from kvtier.registry import policies
 from kvtier.tiers.arena import Arena
@@ -52,6 +55,7 @@ from kvtier.types import (
     ChunkKey,
     Features,
     Fidelity,
+    KVLayout,
     MissReason,
     Namespace,
     Plan,
@@ -94,23 +98,29 @@ class Cache:
         self._counters = Counters((Tier.DRAM, Tier.DISK))
         paths = config.disk.paths if config.disk else ()
         self._epochs = Epochs(len(paths))
+        #: What the tiers tell of themselves, if the config says so.
+        self.events = EventFeed(self._lock, self._epochs, self._root) if config.events else None
         self._loads: set[Load] = set()
         self._plans = OpenPlans()
         policy = policies.load(config.policy)
         choices = disk_choices(config.disk) if config.disk else None
         self._arena = Arena(config.dram_bytes, slab_bytes=config.slab_bytes, shared=config.shared)
         self._dram = DramTier(self._arena, policy, self._clock, self._left_dram)
+        self._dram.index.watch(self._log, Tier.DRAM)
         self._executor = Executor(self._clock, lanes=len(paths), tick=self._tick)
         self._disk: DiskTier | None = None
         self._state_log: StateLog | None = None
-        self._filler: Filler | None = None
         self._writeout: Writeout | None = None
         self._openers: tuple[VolumeOpener, ...] = ()
         if config.disk is not None and choices is not None:
             self._openers = self._add_disk(config.disk, choices, files or local_files(self._arena))
         self._pending_until = self._clock.now() + config.pending_deadline_s
         tiers = (self._dram, self._disk)
-        self._lookup = Lookup(*tiers, self._filler, self._writeout, self._shapes, self._counters)
+        filler = Filler(
+            self._dram, self._lock, self._counters, self._clock, self._shapes, self._filled
+        )
+        self._below = Below(*tiers, filler, self._executor, self._shapes)
+        self._lookup = Lookup(*tiers, self._writeout, self._shapes, self._counters, self._log)
         self._storer = Storer(
             *tiers,
             self._writeout,
@@ -121,11 +131,11 @@ class Cache:
             config.codec,
             config.disk_codec,
             config.workers,
+            self._log,
         )
         self._context = LoadContext(
             dram=self._dram,
-            disk=self._disk,
-            filler=self._filler,
+            below=self._below,
             lock=self._lock,
             clock=self._clock,
             workers=config.workers,
@@ -149,9 +159,9 @@ class Cache:
         counters = self._counters[Tier.DISK]
         disk = DiskTier(volumes, choices.policy, self._clock, self._left_disk)
         work = (self._executor, self._lock, counters, self._clock, self._shapes)
+        disk.index.watch(self._log, Tier.DISK)
         self._disk = disk
         self._state_log = StateLog(config.path)
-        self._filler = Filler(self._dram, disk, *work)
         self._writeout = writeout = Writeout(
             self._dram, disk, *work, config.mode, choices.admission
         )
@@ -169,6 +179,10 @@ class Cache:
             )
             for volume in volumes
         )
+
+    @property
+    def _log(self) -> EventLog | None:
+        return self.events.log if self.events is not None else None
 
     @property
     def arena(self) -> memoryview:
@@ -208,7 +222,8 @@ class Cache:
                     )
         with self._lock:
             root = self._root(namespace)
-        return Sequence(namespace, root, features=features)
+        keep_tokens = self.events is not None
+        return Sequence(namespace, root, features=features, keep_tokens=keep_tokens)
 
     def root(self, namespace: Namespace) -> bytes:
         """Return the digest that a namespace's keys follow from, in its present epoch."""
@@ -238,7 +253,8 @@ class Cache:
         """
         with self._lock:
             self._lookup.count(match, start_token, end_token)
-            self._lookup.touch(match)
+            if self._current(match.sequence):
+                self._lookup.touch(match)
 
     def begin_load(
         self, match: Ready, blocks: Blocks, *, deadline: float | None = None
@@ -336,7 +352,7 @@ class Cache:
                 self._dram,
                 self._disk,
                 self._storer,
-                self._filler,
+                self._below.filler,
                 self._writeout,
                 loads_inflight=sum(load.outcome is None for load in self._loads),
             )
@@ -378,6 +394,9 @@ class Cache:
     def _current(self, sequence: Sequence) -> bool:
         """Tell whether a sequence's namespace is still in the epoch in which it began."""
         return sequence.root == self._root(sequence.namespace)
+
+    def _filled(self, fill: Fill, layout: KVLayout) -> None:
+        """Let what has come up go where it is missing."""
 
     def _left_dram(self, key: ChunkKey) -> None:
         self._counters[Tier.DRAM].evicted_chunks += 1

@@ -1,24 +1,97 @@
-"""Bringing one chunk from disk into DRAM, section by section, for however many loads want it."""
+"""Bringing one chunk from a lower tier into DRAM, section by section, for whoever wants it."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
-from kvtier.cache.executor import Executor, Fault
-from kvtier.cache.planner import ChunkShape
+from kvtier.cache.executor import Fault
 from kvtier.cache.shapes import Shapes
-from kvtier.errors import DeadlineError, ShardError
+from kvtier.errors import DeadlineError, TierError
 from kvtier.interfaces import Clock
-from kvtier.obs.stats import TierCounters
+from kvtier.obs.counters import Counters
 from kvtier.tiers.arrival import Expected
-from kvtier.tiers.disk.shard_files import DirectoryLostError
-from kvtier.tiers.disk.tier import DiskRecord, DiskTier
-from kvtier.tiers.disk.volume import DiskPlace
 from kvtier.tiers.dram import DramRecord, DramTier
-from kvtier.tiers.index import Lease
-from kvtier.types import ChunkKey, Entry, KVLayout, MissReason, ShardId
+from kvtier.types import ChunkKey, Entry, KVLayout, MissReason, ShardId, Tier
+
+#: Called without the lock with a shard and how many of its first sections may be used.
+Progress = Callable[[ShardId, int], None]
+
+
+class UnwantedError(TierError):
+    """Nobody waits for a chunk any more, so the rest of it was not read."""
+
+
+class Hold(Protocol):
+    """Keeps a chunk where it is."""
+
+    def release(self) -> None:
+        """Let it go; a second call does nothing."""
+        ...
+
+
+class Origin(NamedTuple):
+    """A chunk in a lower tier. ``shards`` are those that lie there; perhaps not all it has."""
+
+    tier: Tier
+    key: ChunkKey
+    parent: ChunkKey | None
+    position: int
+    namespace: bytes
+    codec: str
+    shards: Collection[ShardId]
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """Where a fill's bytes go: a slot for each shard, what it must be, whom to tell.
+
+    The slots are the source's until its work has ended. ``wanted`` turns false when nobody waits
+    any more; a source may then leave off with an ``UnwantedError``.
+    """
+
+    slots: dict[ShardId, memoryview]
+    expected: dict[ShardId, Expected]
+    progress: Progress
+    wanted: Callable[[], bool]
+
+
+class Source(Protocol):
+    """What brings one chunk up, once. Used under the cache's lock."""
+
+    @property
+    def origin(self) -> Origin:
+        """What is there."""
+        ...
+
+    def hold(self) -> Hold:
+        """Keep it there until the hold is released."""
+        ...
+
+    def fetch(
+        self,
+        arriving: Arriving,
+        done: Callable[[Fault | None], None],
+        *,
+        deadline: float,
+        late: Callable[[Fault | None], None],
+    ) -> None:
+        """Begin to read and verify; returns at once.
+
+        ``done`` is called once, without the lock: at the deadline with a ``DeadlineError``, and
+        then ``late`` once nothing touches the slots any more.
+        """
+        ...
+
+    def settle(self, outcome: Fault | None) -> MissReason | None:
+        """Make the tier draw its conclusion; return why the chunk did not come, None if it did."""
+        ...
+
+    def end_late(self) -> None:
+        """Note that what was overdue has ended."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -26,156 +99,128 @@ class Fill:
     """A chunk on its way. ``verified`` counts, per shard, the sections that may be used.
 
     Whoever uses the record pins it for itself; the fill keeps its own pin until its I/O has
-    ended, also after its deadline, so no slot is given away while the kernel may write to it.
+    ended, also after its deadline, so no slot is given away while anything may write to it.
+    ``followers`` is how many wait for it; without any, what is not begun is not read.
     """
 
     record: DramRecord
-    source: DiskRecord
-    source_lease: Lease[DiskPlace]
+    source: Source
+    hold: Hold
     verified: dict[ShardId, int]
     started: float
     deadline: float
     failure: MissReason | None = None
-    failed_shard: ShardId | None = None
+    followers: int = 1
+
+    def leave(self) -> None:
+        """Wait for it no more; once for each ``start`` and ``follow``."""
+        self.followers -= 1
 
 
 class Filler:
-    """Starts fills and settles them. Used under the cache's lock, which its callbacks take."""
+    """Starts fills and settles them. Used under the cache's lock, which its callbacks take.
+
+    ``on_filled`` is called under the lock with each fill that has come to an end in time.
+    """
 
     def __init__(
         self,
         dram: DramTier,
-        disk: DiskTier,
-        executor: Executor,
         lock: threading.Lock,
-        counters: TierCounters,
+        counters: Counters,
         clock: Clock,
         shapes: Shapes,
+        on_filled: Callable[[Fill, KVLayout], None],
     ) -> None:
         self._dram = dram
-        self._disk = disk
         self._shapes = shapes
-        self._executor = executor
         self._lock = lock
         self._counters = counters
         self._clock = clock
+        self._on_filled = on_filled
         self._running: dict[ChunkKey, Fill] = {}
+        self.late_count = 0  # Reads that are overdue and have not ended.
 
-    @property
-    def late_count(self) -> int:
-        """Reads that are overdue and have not ended."""
-        return sum(volume.late_count for volume in self._disk.volumes)
+    def running(self, key: ChunkKey) -> bool:
+        """Tell whether a chunk is on its way."""
+        return key in self._running
 
-    def running(self, key: ChunkKey) -> Fill | None:
-        """Return the fill of a chunk that is under way, for another load to follow."""
-        return self._running.get(key)
+    def follow(self, key: ChunkKey) -> Fill | None:
+        """Wait for a chunk that is on its way, until ``Fill.leave``; None: it is not."""
+        fill = self._running.get(key)
+        if fill is not None:
+            fill.followers += 1
+        return fill
 
-    def available(self) -> bool:
-        """Tell whether any of the disk's directories may be asked: few answers are overdue."""
-        return any(volume.answers for volume in self._disk.volumes)
+    def start(self, source: Source, layout: KVLayout, deadline: float) -> Fill | None:
+        """Read a chunk into DRAM until ``deadline``, followed by the caller.
 
-    def start(self, source: DiskRecord, layout: KVLayout, deadline: float) -> Fill | None:
-        """Read a chunk into DRAM until ``deadline``. None: no room beside what is pinned."""
-        origin = source.entry
-        shape = self._shapes.of(layout, origin.position, source.codec)
-        # What lies on disk may lack shards of the chunk; what comes into DRAM then lacks them too.
-        sizes = {shard: size for shard, size in shape.sizes.items() if shard in source.places}
+        None: no room beside what is pinned.
+        """
+        origin = source.origin
+        shape = self._shapes.of(layout, origin.position, origin.codec)
+        # What lies below may lack shards of the chunk; what comes into DRAM then lacks them too.
+        sizes = {shard: size for shard, size in shape.sizes.items() if shard in origin.shards}
         entry = Entry(origin.key, origin.parent, sum(sizes.values()), origin.position)
-        record = self._dram.reserve(entry, source.namespace, source.codec, sizes)
+        record = self._dram.reserve(entry, origin.namespace, origin.codec, sizes)
         if record is None:
             return None
-        lease = self._disk.index.lease([source])
         verified = dict.fromkeys(sizes, 0)
-        fill = Fill(record, source, lease, verified, self._clock.now(), deadline)
+        fill = Fill(record, source, source.hold(), verified, self._clock.now(), deadline)
         self._running[entry.key] = fill
-        self._executor.read(
-            self._disk.volume_of(source).number,
-            self._reading(fill, shape),
-            lambda outcome: self._settle(fill, outcome),
+
+        def progress(shard: ShardId, sections: int) -> None:
+            with self._lock:
+                verified[shard] = sections
+
+        expected = {
+            shard: Expected(
+                chunk=entry.key,
+                shard=shard,
+                namespace=origin.namespace,
+                codec=origin.codec,
+                layout=shape.layouts[shard],
+                geometry=shape.geometries[shard],
+            )
+            for shard in sizes
+        }
+        slots = {shard: self._dram.arena.view(slot) for shard, slot in record.places.items()}
+        source.fetch(
+            Arriving(
+                slots, expected, progress, lambda: fill.failure is None and fill.followers > 0
+            ),
+            lambda outcome: self._settle(fill, layout, outcome),
             deadline=deadline,
             late=lambda _: self._end_late(fill),
         )
         return fill
 
-    def _reading(self, fill: Fill, shape: ChunkShape) -> Callable[[], None]:
-        """Return the blocking work of a fill; it owns the slots until it ends."""
-        files = self._disk.volume_of(fill.source).files
-        jobs = [
-            (
-                fill.source.places[shard].path,
-                self._dram.arena.view(slot),
-                Expected(
-                    chunk=fill.record.entry.key,
-                    shard=shard,
-                    namespace=fill.record.namespace,
-                    codec=fill.record.codec,
-                    layout=shape.layouts[shard],
-                    geometry=shape.geometries[shard],
-                ),
-            )
-            for shard, slot in fill.record.places.items()
-        ]
-
-        def read_shards() -> None:
-            for path, slot, expected in jobs:
-                if fill.failure is not None:  # Overdue: nobody wants the rest.
-                    return
-
-                def progress(sections: int, shard: ShardId = expected.shard) -> None:
-                    with self._lock:
-                        fill.verified[shard] = sections
-
-                try:
-                    files.read(path, slot, expected, progress)
-                except ShardError:
-                    fill.failed_shard = expected.shard
-                    raise
-
-        return read_shards
-
-    def _settle(self, fill: Fill, outcome: Fault | None) -> None:
-        volume = self._disk.volume_of(fill.source)
+    def _settle(self, fill: Fill, layout: KVLayout, outcome: Fault | None) -> None:
+        origin = fill.source.origin
+        counters = self._counters[origin.tier]
         with self._lock:
-            del self._running[fill.record.entry.key]
+            del self._running[origin.key]
+            unwanted = isinstance(outcome, UnwantedError)
+            fill.failure = MissReason.CANCELLED if unwanted else fill.source.settle(outcome)
             if isinstance(outcome, DeadlineError):
-                fill.failure = MissReason.DEADLINE
-                volume.late_count += 1
-                volume.read_failed(outcome)
+                self.late_count += 1
                 self._dram.abandon(fill.record)
                 return
-            if outcome is None:
-                volume.read_succeeded()
-                self._counters.read_bytes += fill.source.entry.nbytes
-                self._counters.read_latency.observe(self._clock.now() - fill.started)
+            if fill.failure is None:
+                counters.read_bytes += fill.record.entry.nbytes
+                counters.read_latency.observe(self._clock.now() - fill.started)
                 self._dram.commit(fill.record)
             else:
-                fill.failure = self._blame(fill, outcome)
+                counters.corrupt_shards += fill.failure is MissReason.CORRUPT
+                counters.io_errors += fill.failure is MissReason.IO_ERROR
                 self._dram.abort(fill.record)
-            fill.source_lease.release()
-
-    def _blame(self, fill: Fill, fault: Fault) -> MissReason:
-        """Say why a read failed and make the disk tier draw its conclusion."""
-        # A directory that is gone may come back with all that it holds.
-        lost = isinstance(fault, DirectoryLostError)
-        held = self._disk.index.get(fill.source.entry.key) is fill.source
-        volume = self._disk.volume_of(fill.source)
-        if isinstance(fault, ShardError):
-            volume.read_succeeded()
-            self._counters.corrupt_shards += 1
-            if held and fill.failed_shard is not None:
-                self._disk.condemn(fill.source, fill.failed_shard)
-            return MissReason.CORRUPT
-        if isinstance(fault, FileNotFoundError) and not lost:
-            if held:
-                self._disk.forget(fill.source)
-            return MissReason.ABSENT
-        self._counters.io_errors += 1
-        volume.read_failed(fault)
-        return MissReason.IO_ERROR
+            fill.hold.release()
+            self._on_filled(fill, layout)
 
     def _end_late(self, fill: Fill) -> None:
         """The overdue I/O has ended: its slots may be used for something else."""
         with self._lock:
-            self._disk.volume_of(fill.source).late_count -= 1
+            self.late_count -= 1
+            fill.source.end_late()
             self._dram.index.unpin(fill.record)
-            fill.source_lease.release()
+            fill.hold.release()

@@ -14,27 +14,26 @@ complete.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from kvtier.cache.fill import Fill, Filler
+from kvtier.cache.below import Below
 from kvtier.cache.match import Ready
-from kvtier.cache.planner import chunk_tokens_covered, load_moves, needed_groups
+from kvtier.cache.pieces import Piece, cut_pieces, layers_arrived, sections_below
+from kvtier.cache.planner import load_moves, needed_groups
 from kvtier.cache.plans import OpenPlans
 from kvtier.cache.shapes import Shapes
 from kvtier.constants import (
     LOAD_BYTES_INFLIGHT,
     LOAD_CHUNKS_INFLIGHT_MAX,
     LOAD_CHUNKS_INFLIGHT_MIN,
+    LOAD_PLAN_BYTES,
+    LOAD_PLANS_MAX,
 )
 from kvtier.interfaces import Clock
 from kvtier.obs.counters import Counters
-from kvtier.tiers.disk.tier import DiskRecord, DiskTier
-from kvtier.tiers.disk.volume import DiskPlace
 from kvtier.tiers.dram import DramRecord, DramTier
-from kvtier.tiers.index import Lease
 from kvtier.types import (
     Blocks,
-    ChunkKey,
     Direction,
     LoadOutcome,
     Miss,
@@ -43,7 +42,6 @@ from kvtier.types import (
     Placement,
     Plan,
     ShardId,
-    Slot,
     Tier,
 )
 
@@ -53,39 +51,13 @@ class LoadContext:
     """What every load of a cache shares."""
 
     dram: DramTier
-    disk: DiskTier | None
-    filler: Filler | None
+    below: Below
     lock: threading.Lock
     clock: Clock
     workers: tuple[Placement, ...]
     counters: Counters
     plans: OpenPlans
     shapes: Shapes
-
-
-@dataclass(slots=True, eq=False)
-class _Piece:
-    """One chunk of the load."""
-
-    chunk: int
-    key: ChunkKey
-    tokens: range
-    groups: frozenset[int]
-    tier: Tier = Tier.DRAM
-    record: DramRecord | None = None
-    dram_lease: Lease[Slot] | None = None
-    disk_lease: Lease[DiskPlace] | None = None
-    fill: Fill | None = None
-    ordered: dict[ShardId, int] = field(default_factory=dict)
-    sections: dict[ShardId, int] = field(default_factory=dict)
-    plans_out: int = 0
-    complete: bool = False
-
-    def release(self) -> None:
-        """Give the pins back."""
-        for lease in (self.dram_lease, self.disk_lease):
-            if lease is not None:
-                lease.release()
 
 
 class Load:
@@ -100,7 +72,7 @@ class Load:
         self._blocks = blocks
         self._deadline = deadline
         self._layout = match.sequence.layout
-        self._pieces = self._cut_pieces()
+        self._pieces = cut_pieces(match, blocks)
         self._failed_at = len(self._pieces)
         self._failure: MissReason | None = None
         self._waits_for_room = False
@@ -111,6 +83,16 @@ class Load:
     def outcome(self) -> LoadOutcome | None:
         """What came of it; None while a piece or a plan is still out."""
         return self._outcome
+
+    @property
+    def layers_ready(self) -> int:
+        """How many of the model's first layers are in the blocks, for all of what still counts.
+
+        Grows while the load goes on, unless the prefix gets shorter; what is more than this many
+        layers up may still be written to.
+        """
+        with self._context.lock:
+            return layers_arrived(self._layout, self._pieces[: self._failed_at])
 
     @property
     def empty(self) -> bool:
@@ -150,40 +132,27 @@ class Load:
 
     def pin(self) -> None:
         """Pin what the match found, as far as it is still there; under the cache's lock."""
+        below = self._context.below
         for index, piece in enumerate(self._pieces):
             record = self._context.dram.index.ready(piece.key)
-            source = self._context.disk.ready(piece.key) if self._context.disk else None
             if record is not None:
                 if not self._hold(index, piece, record):
                     break
-            elif source is not None and self._context.disk is not None:
-                piece.tier = Tier.DISK
-                some = LOAD_BYTES_INFLIGHT // source.entry.nbytes
+                continue
+            source = below.find(self._match.sequence, piece.chunk)
+            if source is not None:
+                piece.tier = source.origin.tier
+                some = LOAD_BYTES_INFLIGHT // below.nbytes(source, self._layout)
                 few, many = LOAD_CHUNKS_INFLIGHT_MIN, LOAD_CHUNKS_INFLIGHT_MAX
                 self._coming_max = min(max(few, some), many)
-                piece.disk_lease = self._context.disk.index.lease([source])
-            elif self._running_fill(piece.key) is not None:
-                piece.tier = Tier.DISK
+                piece.below = source.hold()
+            elif below.filler.running(piece.key):
+                piece.tier = below.tier_of(piece.key) or Tier.DISK
             else:
                 self._fail_unread(index, piece)
                 break
 
-    def _cut_pieces(self) -> list[_Piece]:
-        hits = self._match.hits
-        size = self._layout.chunk_tokens
-        cut = [
-            (index, hit, chunk_tokens_covered(self._layout, index, self._blocks))
-            for index, hit in enumerate(hits)
-        ]
-        # Windows end where the blocks do, which may be before the match does.
-        end = max((index * size + tokens.stop for index, _, tokens in cut if tokens), default=0)
-        pieces = (
-            _Piece(index, hit.key, tokens, needed_groups(self._layout, index, end))
-            for index, hit, tokens in cut
-        )
-        return [piece for piece in pieces if piece.tokens and piece.groups]
-
-    def _hold(self, index: int, piece: _Piece, record: DramRecord) -> bool:
+    def _hold(self, index: int, piece: Piece, record: DramRecord) -> bool:
         """Pin what a piece is loaded from; False when that lacks a shard, which fails the piece."""
         shards = self._context.shapes.shards(self._layout)
         needed = [shard for shard in sorted(shards) if shard.group in piece.groups]
@@ -193,20 +162,10 @@ class Load:
             return False
         piece.record = record
         piece.dram_lease = self._context.dram.index.lease([record])
-        piece.ordered = dict.fromkeys(needed, 0)
+        piece.ordered, piece.arrived = dict.fromkeys(needed, 0), dict.fromkeys(needed, 0)
         shape = self._context.shapes.of(self._layout, piece.chunk, record.codec)
         piece.sections = {shard: shape.layouts[shard].sections for shard in needed}
         return True
-
-    def _readable(self, source: DiskRecord | None) -> DiskRecord | None:
-        """Pass on a record unless its codec is unknown here or too lossy for the namespace."""
-        sequence, codecs = self._match.sequence, self._context.shapes.codecs
-        if source is None or sequence.codec not in (None, source.codec):
-            return None
-        return source if codecs.readable(source.codec, sequence.namespace.fidelity) else None
-
-    def _running_fill(self, key: ChunkKey) -> Fill | None:
-        return self._context.filler.running(key) if self._context.filler else None
 
     def _bring(self) -> None:
         """Start the next chunks on their way up, in order, a few at a time."""
@@ -223,62 +182,75 @@ class Load:
             if piece.record is None and not self._bring_piece(index, piece):
                 return
 
-    def _fill_is_good(self, index: int, piece: _Piece) -> bool:
+    def _fill_is_good(self, index: int, piece: Piece) -> bool:
         """Draw the conclusion where a piece's fill has failed; False when the piece fails too."""
         fill = piece.fill
-        if fill is None or fill.failure is None or self._all_ordered(piece):
+        if fill is None or fill.failure is None or piece.all_ordered:
             return True
-        if fill.failure is MissReason.DEADLINE and fill.deadline < self._deadline:
-            # Another load was in more of a hurry and gave it up; this one tries again.
-            if not piece.plans_out and piece.dram_lease is not None:
-                piece.dram_lease.release()
-                piece.record = piece.fill = None
+        # Another load was in more of a hurry, or left it; or it lies there in another codec.
+        hurried = fill.failure is MissReason.DEADLINE and fill.deadline < self._deadline
+        recoded = fill.failure is MissReason.CODEC and not piece.recoded
+        if hurried or recoded or fill.failure is MissReason.CANCELLED:
+            if not piece.plans_out:
+                piece.recoded |= recoded
+                piece.forget_fill()
             return True
         self._fail_from(index, fill.failure)
         return False
 
-    def _bring_piece(self, index: int, piece: _Piece) -> bool:
+    def _bring_piece(self, index: int, piece: Piece) -> bool:
         """Find or start what brings a piece into DRAM; False when it has to wait or has failed."""
-        filler, disk = self._context.filler, self._context.disk
-        assert filler is not None, "a disk piece without a disk"
-        assert disk is not None, "a disk piece without a disk"
-        record = self._context.dram.index.ready(piece.key)
+        below, dram = self._context.below, self._context.dram
+        record = dram.index.ready(piece.key)
         if record is not None:
             return self._hold(index, piece, record)
-        piece.fill = filler.running(piece.key)
+        piece.fill = below.filler.follow(piece.key)
         if piece.fill is None:
-            source = self._readable(disk.ready(piece.key))
-            if source is None or not disk.volume_of(source).answers:
+            source = below.find(self._match.sequence, piece.chunk)
+            if source is None:
                 self._fail_unread(index, piece)
                 return False
-            if source.entry.nbytes > self._context.dram.capacity_bytes:
+            if below.nbytes(source, self._layout) > dram.capacity_bytes:
                 self._fail_from(index, MissReason.NO_ROOM)
                 return False
-            if self._context.dram.index.get(piece.key) is not None:
+            if dram.index.get(piece.key) is not None:
                 return False  # A store of the same chunk is under way; its record comes soon.
-            piece.fill = self._start_fill(filler, disk, source)
+            piece.tier = source.origin.tier
+            # What this load has done with gives way when DRAM is full of it.
+            done = [each.key for each in reversed(self._pieces) if each.complete]
+            piece.fill = below.start(source, self._match.sequence, self._deadline, done)
         if piece.fill is None:
             self._waits_for_room = True  # Pieces on their way give theirs back.
             return False
         return self._hold(index, piece, piece.fill.record)
 
-    def _start_fill(self, filler: Filler, disk: DiskTier, source: DiskRecord) -> Fill | None:
-        """Start to read a chunk; what this load has done with gives way when DRAM is full of it."""
-        dram = self._context.dram
-        while (fill := filler.start(source, self._layout, self._deadline)) is None:
-            done = (piece.key for piece in reversed(self._pieces) if piece.complete)
-            if not dram.give_way(done, disk.find):
-                return None
-        return fill
-
     def _order(self) -> list[Plan]:
-        """Make one plan of all sections that are verified and not ordered yet."""
+        """Order all sections that are verified and not ordered yet, the model's first ones first.
+
+        One plan, or several where there is much: then the first layers are there before the last.
+        """
+        ready_bytes = sum(
+            piece.record.entry.nbytes
+            for piece in self._pieces[: self._failed_at]
+            if piece.record is not None and not piece.all_ordered
+        )
+        parts = min(1 + ready_bytes // LOAD_PLAN_BYTES, LOAD_PLANS_MAX)
+        layers = 1 + max(layer for group in self._layout.groups for layer in group.layers)
+        plans = (self._order_below(-(-layers * part // parts)) for part in range(1, parts + 1))
+        return [plan for plan in plans if plan is not None]
+
+    def _order_below(self, layer: int) -> Plan | None:
+        """Make one plan of all sections before a layer that are verified and not ordered yet."""
         moves: list[Move] = []
-        pieces: list[_Piece] = []
+        pieces: list[Piece] = []
+        sections: list[tuple[Piece, ShardId, range]] = []
         for piece in self._pieces[: self._failed_at]:
             if piece.record is None or piece.complete:
                 continue
-            ready = {shard: self._ready_sections(piece, shard) for shard in piece.ordered}
+            ready = {shard: piece.ready_sections(shard) for shard in piece.ordered}
+            for shard, some in ready.items():
+                stop = sections_below(self._layout, shard, layer)
+                ready[shard] = range(some.start, max(some.start, min(some.stop, stop)))
             if not any(ready.values()):
                 continue
             ordered = load_moves(
@@ -291,33 +263,41 @@ class Load:
                 slots=piece.record.places.__getitem__,
                 sections=ready.__getitem__,
             )
-            for shard, sections in ready.items():
-                piece.ordered[shard] = max(piece.ordered[shard], sections.stop)
-            if ordered:  # None where no worker here reads these shards.
+            moved = {move.shard for move in ordered}
+            for shard, some in ready.items():
+                piece.ordered[shard] = max(piece.ordered[shard], some.stop)
+                if shard in moved:
+                    sections.append((piece, shard, some))
+                else:  # No worker here reads this shard.
+                    piece.arrived[shard] = piece.ordered[shard]
+            if ordered:
                 moves += ordered
                 piece.plans_out += 1
                 pieces.append(piece)
         if not moves:
-            return []
+            return None
         plan = Plan(
             plan_id=self._context.plans.new_id(),
             direction=Direction.LOAD,
             deadline=self._deadline,
             moves=tuple(moves),
         )
-        self._context.plans.open(plan, lambda reason: self._answered(pieces, reason))
-        return [plan]
+        self._context.plans.open(plan, lambda reason: self._answered(pieces, sections, reason))
+        return plan
 
-    def _ready_sections(self, piece: _Piece, shard: ShardId) -> range:
-        total = piece.sections[shard]
-        verified = total if piece.fill is None else piece.fill.verified[shard]
-        return range(piece.ordered[shard], verified)
-
-    def _answered(self, pieces: list[_Piece], reason: MissReason | None) -> None:
+    def _answered(
+        self,
+        pieces: list[Piece],
+        sections: list[tuple[Piece, ShardId, range]],
+        reason: MissReason | None,
+    ) -> None:
         for piece in pieces:
             piece.plans_out -= 1
             if reason is not None:
                 self._fail_from(self._pieces.index(piece), reason)
+        if reason is None:
+            for piece, shard, some in sections:
+                piece.arrive(shard, some)
         self._settle()
 
     def _expire(self) -> bool:
@@ -325,7 +305,7 @@ class Load:
         if self._context.clock.now() < self._deadline:
             return False
         for index, piece in enumerate(self._pieces[: self._failed_at]):
-            if not piece.complete and not self._all_ordered(piece):
+            if not piece.complete and not piece.all_ordered:
                 no_room = self._waits_for_room and piece.record is None
                 self._fail_from(index, MissReason.NO_ROOM if no_room else MissReason.DEADLINE)
                 break
@@ -336,23 +316,18 @@ class Load:
             self._failed_at = index
             self._failure = reason
 
-    def _fail_unread(self, index: int, piece: _Piece) -> None:
-        """Fail a piece that no tier gives now; a disk may hold it and not answer."""
-        held = self._context.disk is not None and self._context.disk.holds(piece.key)
-        piece.tier = Tier.DISK if held else piece.tier
-        self._fail_from(index, MissReason.UNAVAILABLE if held else MissReason.ABSENT)
-
-    def _all_ordered(self, piece: _Piece) -> bool:
-        return piece.record is not None and all(
-            count == piece.sections[shard] for shard, count in piece.ordered.items()
-        )
+    def _fail_unread(self, index: int, piece: Piece) -> None:
+        """Fail a piece that no tier gives now; one may hold it and not answer."""
+        holder = self._context.below.tier_of(piece.key)
+        piece.tier = holder or piece.tier
+        self._fail_from(index, MissReason.UNAVAILABLE if holder else MissReason.ABSENT)
 
     def _settle(self) -> None:
         """Release what is over; set the outcome when everything is."""
         for index, piece in enumerate(self._pieces):
             if piece.plans_out or piece.complete:
                 continue
-            if index >= self._failed_at or self._all_ordered(piece):
+            if index >= self._failed_at or piece.all_ordered:
                 piece.complete = index < self._failed_at
                 piece.release()
         open_pieces = self._pieces[: self._failed_at]
@@ -397,5 +372,5 @@ class Load:
             for piece in brought
         )
 
-    def _end_token(self, piece: _Piece) -> int:
+    def _end_token(self, piece: Piece) -> int:
         return piece.chunk * self._layout.chunk_tokens + piece.tokens.stop

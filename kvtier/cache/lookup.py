@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from kvtier.cache.fill import Filler
 from kvtier.cache.match import Ready
 from kvtier.cache.planner import present_groups, usable_chunks
 from kvtier.cache.sequence import Sequence
 from kvtier.cache.shapes import Shapes
 from kvtier.cache.writeout import Writeout
 from kvtier.obs.counters import Counters
+from kvtier.obs.events import EventLog
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.dram import DramTier
 from kvtier.types import ChunkHit, MissReason, ShardId, Tier
@@ -23,24 +23,26 @@ class Lookup:
         self,
         dram: DramTier,
         disk: DiskTier | None,
-        filler: Filler | None,
         writeout: Writeout | None,
         shapes: Shapes,
         counters: Counters,
+        events: EventLog | None,
     ) -> None:
         self._dram = dram
         self._disk = disk
-        self._filler = filler
         self._writeout = writeout
         self._shapes = shapes
         self._counters = counters
+        self._events = events
 
     def hits(self, sequence: Sequence) -> tuple[ChunkHit, ...]:
         """Return the longest usable prefix, each chunk with the fastest tier that holds it."""
         layout = sequence.layout
         whole = self._shapes.shards(layout)
         every = frozenset(range(len(layout.groups)))
-        disk = self._disk if self._filler is not None and self._filler.available() else None
+        disk = self._disk
+        if disk is not None and not any(volume.answers for volume in disk.volumes):
+            disk = None
         hits: list[ChunkHit] = []
         present: list[frozenset[int]] = []
         usable: dict[str, bool] = {}  # By codec: chunks of one sequence have few.
@@ -72,12 +74,12 @@ class Lookup:
         sequence.touched = True
         keys = [hit.key for hit in reversed(match.hits)]
         self._dram.touch(keys, sequence.features)
-        if self._disk is None or self._writeout is None:
-            return
-        self._disk.touch(keys, sequence.features)
-        layout = sequence.layout
-        for hit in match.hits:  # Parents first: where a parent is not written, no child is.
-            self._writeout.note(hit.key, layout, sequence.features)
+        if self._disk is not None and self._writeout is not None:
+            self._disk.touch(keys, sequence.features)
+            for hit in match.hits:  # Parents first: where a parent is not written, no child is.
+                self._writeout.note(hit.key, sequence.layout, sequence.features)
+        if self._events is not None:
+            sequence.teach(self._events, range(len(match.hits)))
 
     def count(self, match: Ready, start_token: int, end_token: int) -> None:
         """Count the whole chunks between two tokens that each tier was asked for in vain."""

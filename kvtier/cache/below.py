@@ -1,0 +1,72 @@
+"""What lies below DRAM, for whoever wants a chunk brought up: the nearest tier that has it."""
+
+from __future__ import annotations
+
+from kvtier.cache.disk_source import DiskSource
+from kvtier.cache.executor import Executor
+from kvtier.cache.fill import Fill, Filler, Source
+from kvtier.cache.sequence import Sequence
+from kvtier.cache.shapes import Shapes
+from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.dram import DramTier
+from kvtier.types import ChunkKey, KVLayout, Tier
+
+
+class Below:
+    """Finds chunks in the tiers below DRAM and starts to bring them up. Under the cache's lock."""
+
+    def __init__(
+        self,
+        dram: DramTier,
+        disk: DiskTier | None,
+        filler: Filler,
+        executor: Executor,
+        shapes: Shapes,
+    ) -> None:
+        self._dram = dram
+        self._disk = disk
+        self._executor = executor
+        self._shapes = shapes
+        self.filler = filler
+
+    def find(self, sequence: Sequence, chunk: int) -> Source | None:
+        """Return what a chunk can be brought up from now, a codec unknown here left aside."""
+        key = sequence.chunk_keys[chunk]
+        record = self._disk.ready(key) if self._disk is not None else None
+        if record is not None and self._disk is not None:
+            codecs = self._shapes.codecs
+            readable = sequence.codec in (None, record.codec) and codecs.readable(
+                record.codec, sequence.namespace.fidelity
+            )
+            if readable and self._disk.volume_of(record).answers:
+                return DiskSource(self._disk, record, self._executor)
+        return None
+
+    def tier_of(self, key: ChunkKey) -> Tier | None:
+        """Return the nearest tier that holds a chunk, whether or not it answers."""
+        if self._disk is not None and self._disk.holds(key):
+            return Tier.DISK
+        return None
+
+    def nbytes(self, source: Source, layout: KVLayout) -> int:
+        """Return what a chunk takes in DRAM."""
+        origin = source.origin
+        sizes = self._shapes.of(layout, origin.position, origin.codec).sizes
+        return sum(sizes[shard] for shard in origin.shards)
+
+    def start(
+        self, source: Source, sequence: Sequence, deadline: float, done: list[ChunkKey]
+    ) -> Fill | None:
+        """Start to bring a chunk up; None: no room.
+
+        Where DRAM is full of one sequence, what its load has done with gives way, if it can be
+        brought up again: ``done``, the last one first.
+        """
+        keys = iter(done)
+        while (fill := self.filler.start(source, sequence.layout, deadline)) is None:
+            if not self._dram.give_way(keys, self._reachable):
+                return None
+        return fill
+
+    def _reachable(self, key: ChunkKey) -> bool:
+        return self._disk is not None and self._disk.find(key) is not None
