@@ -109,7 +109,7 @@ STAGED_CHUNKS_MAX: Final = 32
 COST_POINTS_MAX: Final = 8
 COST_SHAPE_POINTS_MAX: Final = 32
 COST_SAVE_S: Final = 60.0
-COST_MODELS_MAX: Final = 16
+COST_NAMES_MAX: Final = 16
 COST_FILE_BYTES_MAX: Final = 64 * KIB
 
 # At most one log line per message and minute; the rest is counted.

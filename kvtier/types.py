@@ -71,6 +71,7 @@ class MissReason(StrEnum):
     CANCELLED = "cancelled"
     CODEC = "codec"
     WORKER = "worker"
+    COST = "cost"
 
 
 class Hint(StrEnum):
@@ -282,22 +283,35 @@ class Plan:
         return frozenset(move.worker for move in self.moves)
 
 
+class Moved(NamedTuple):
+    """So many bytes of slots, packed by ``codec``, that a worker brought into its pool."""
+
+    codec: str
+    nbytes: int
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One worker's answer to one plan: all of its moves done, or none to be trusted."""
+    """One worker's answer to one plan: all of its moves done, or none to be trusted.
+
+    ``moved`` says what a load that was done has cost.
+    """
 
     plan_id: int
     worker: int
     ok: bool
     reason: MissReason | None = None
     detail: str = ""
+    moved: Moved | None = None
 
 
 class ChunkHit(NamedTuple):
-    """One chunk of a match and the fastest tier that holds all of it."""
+    """One chunk of a match, the fastest tier that holds all of it, and its codec there."""
 
     key: ChunkKey
     tier: Tier
+    codec: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,30 @@ class TierStats:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkStats:
+    """What a tier's link is measured to do: seconds until it answers, then bytes a second."""
+
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CostStats:
+    """What loading and computing are measured to cost, and how often was decided what.
+
+    Computing n tokens behind c costs ``n * (per_token + per_token_squared * (c + n / 2))``.
+    ``moves_bytes_per_s`` is from DRAM into the engine's pool, by codec. ``decisions`` counts runs
+    of tokens by tier and reason.
+    """
+
+    links: Mapping[Tier, LinkStats] = field(default_factory=dict)
+    moves_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    prefill_s_per_token: float | None = None
+    prefill_s_per_token_squared: float | None = None
+    decisions: Mapping[tuple[Tier, str], int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class CacheStats:
     """A cache at one instant.
 
@@ -128,6 +152,7 @@ class CacheStats:
     tenants: Mapping[str, TenantCounters] = field(default_factory=dict)
     saved_compute_s: float = 0.0
     lost_compute_s: float = 0.0
+    costs: CostStats = field(default_factory=CostStats)
 
     @property
     def degraded(self) -> bool:

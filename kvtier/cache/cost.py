@@ -1,0 +1,178 @@
+"""Load or recompute: what of a match is worth loading, and why. Pure: no I/O, no clock, no state.
+
+A segment is a run of hits in one tier under one codec. Loading ``n`` tokens of it costs
+
+    ``t0 + queue + n * bytes / B + n * decode``
+
+and computing them ``a * n + g * n * (c0 + n / 2)``, where ``c0`` tokens come before. ``t0``, ``B``,
+``decode``, ``a`` and ``g`` are measured while serving. KV needs its whole prefix, so a load may
+end at a segment's end only::
+
+    tokens    0 ──────── DRAM ──────── 1024 ─── disk ─── 2048 ─── disk, other codec ─── 3072
+    cuts      ^                          ^                 ^                             ^
+
+The cut with the least sum of loading what comes before and computing what comes after wins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import groupby
+
+from kvtier.types import ChunkHit, Tier
+
+#: What speaks for the verdict of last time: half of the ten per cent between going and coming.
+HYSTERESIS = 0.05
+
+#: Seconds to compute tokens ``start .. end``; None while nothing is known of it.
+Recompute = Callable[[int, int], float | None]
+
+
+class Reason(StrEnum):
+    """Why tokens are loaded or computed; ``absent`` and what else befalls a load are misses."""
+
+    FOUND = "found"  # In the engine's own blocks.
+    FASTER = "faster"
+    UNKNOWN = "unknown"  # Nothing is known of the link, or of computing: a load shows it.
+    RETRY = "retry"  # Too slow so far; with a head start, a load may show that it no longer is.
+    SLOWER = "slower"
+    SILENT = "silent"  # The link owes an answer for too long.
+
+
+#: Reasons for which nothing is loaded.
+LEFT = frozenset({Reason.SLOWER, Reason.SILENT})
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of tokens in one tier under one codec, of so many bytes in so many sections."""
+
+    start_token: int
+    end_token: int
+    tier: Tier
+    codec: str
+    nbytes: int
+    sections: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the run."""
+        return self.end_token - self.start_token
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What is known of a segment before it is decided on.
+
+    ``load_s`` is None while nothing is known of its link. ``silent``: the link owes an answer for
+    too long; ``idle``: nothing is under way there. ``left_before``: at the last decision, this
+    tier's tokens were computed.
+    """
+
+    load_s: float | None
+    silent: bool = False
+    idle: bool = True
+    left_before: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One segment's verdict, with what it was judged by; None where that was not known."""
+
+    segment: Segment
+    reason: Reason
+    load_s: float | None
+    recompute_s: float | None
+
+    @property
+    def loaded(self) -> bool:
+        """True when the segment is to be loaded."""
+        return self.reason not in LEFT
+
+
+def segments(
+    hits: Sequence[ChunkHit],
+    tokens: range,
+    chunk_tokens: int,
+    size: Callable[[int, str], tuple[int, int]],
+) -> list[Segment]:
+    """Cut the part of a match that covers ``tokens`` into runs.
+
+    ``size(chunk, codec)`` returns the bytes and sections of a whole chunk.
+    """
+    covered = range(tokens.start // chunk_tokens, min(-(-tokens.stop // chunk_tokens), len(hits)))
+    runs = []
+    for (tier, codec), run in groupby(covered, key=lambda i: (hits[i].tier, hits[i].codec)):
+        chunks = list(run)
+        start = max(chunks[0] * chunk_tokens, tokens.start)
+        end = min((chunks[-1] + 1) * chunk_tokens, tokens.stop)
+        if end <= start:
+            continue
+        sizes = [size(chunk, codec) for chunk in chunks]
+        nbytes, sections = (sum(each) for each in zip(*sizes, strict=True))
+        # A chunk is read whole, whatever of it is asked for.
+        runs.append(Segment(start, end, tier, codec, nbytes, sections))
+    return runs
+
+
+def judge(runs: Iterable[Segment], prices: Iterable[Price], recompute: Recompute) -> list[Judged]:
+    """Return a verdict for each run, in order; the loaded ones come first."""
+    priced = list(zip(runs, prices, strict=True))
+    if not priced:
+        return []
+    end = priced[-1][0].end_token
+    costs = [recompute(run.start_token, run.end_token) for run, _ in priced]
+    best = _best_cut(priced, end, recompute)
+    judged: list[Judged] = []
+    for index, (run, price) in enumerate(priced):
+        reason = _reason(price, beyond=index >= best, computable=costs[index] is not None)
+        if judged and not _goes_on(judged, run, reason):
+            reason = Reason.SLOWER
+        judged.append(Judged(run, reason, price.load_s, costs[index]))
+    return judged
+
+
+def _goes_on(judged: list[Judged], run: Segment, reason: Reason) -> bool:
+    """Tell whether a run may be loaded for that reason behind those before it.
+
+    A try is of one link, and of nothing that a load does not need to wait for it.
+    """
+    slow = {each.segment.tier for each in judged} - {Tier.DRAM}
+    if not judged[-1].loaded:
+        return False
+    tried = any(each.reason is Reason.RETRY for each in judged)
+    if reason is Reason.RETRY and not tried and slow:
+        return False
+    return not tried or run.tier in slow | {Tier.DRAM}
+
+
+def _best_cut(priced: list[tuple[Segment, Price]], end: int, recompute: Recompute) -> int:
+    """Return how many runs to load for the least time in all; unknown links are given a chance."""
+    best, least_s = 0, math.inf
+    load_s = 0.0
+    for count in range(len(priced) + 1):
+        if count:
+            run, price = priced[count - 1]
+            weight = 1 + HYSTERESIS if price.left_before else 1 - HYSTERESIS
+            load_s += 0.0 if price.load_s is None else price.load_s * weight
+            start = run.end_token
+        else:
+            start = priced[0][0].start_token
+        compute_s = recompute(start, end)
+        if compute_s is None:
+            return len(priced)
+        if load_s + compute_s <= least_s:
+            best, least_s = count, load_s + compute_s
+    return best
+
+
+def _reason(price: Price, *, beyond: bool, computable: bool) -> Reason:
+    if price.silent:
+        return Reason.SILENT
+    if beyond:
+        # One try at a time: what is under way shows as much.
+        return Reason.RETRY if price.idle else Reason.SLOWER
+    return Reason.UNKNOWN if price.load_s is None or not computable else Reason.FASTER

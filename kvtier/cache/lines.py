@@ -1,0 +1,138 @@
+"""Straight lines through noisy measurements that change their mind quickly. Pure.
+
+A line is the repeated median of Siegel (Biometrika 69, 1982): the median, over all points, of the
+median slope to the other points. Nearly half of the points may be anything. So an outlier counts
+for nothing, and of a window of eight points five new ones outvote the old: a link that has become
+a thousand times slower, or faster, is known for it after five transfers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from statistics import median
+from typing import NamedTuple
+
+from kvtier.constants import COST_POINTS_MAX, COST_SHAPE_POINTS_MAX
+
+#: Points whose x lie nearer to each other than this share of the largest say nothing of a slope.
+_APART = 0.25
+
+
+class Line(NamedTuple):
+    """``intercept + slope * x``, neither below zero."""
+
+    intercept: float
+    slope: float
+
+    def at(self, x: float) -> float:
+        """Return the line's value."""
+        return self.intercept + self.slope * x
+
+
+class Points:
+    """The latest measurements of something that grows with x, and the line through them."""
+
+    def __init__(self, points: Iterable[tuple[float, float]] = ()) -> None:
+        self._points = deque(points, maxlen=COST_POINTS_MAX)
+        self._line = _fit(self._points)
+
+    @property
+    def line(self) -> Line | None:
+        """The line, or None before the first point."""
+        return self._line
+
+    def observe(self, x: float, y: float) -> None:
+        """Take in a measurement; both numbers are above zero."""
+        self._points.append((x, y))
+        self._line = _fit(self._points)
+
+    def kept(self) -> list[tuple[float, float]]:
+        """Return what another process can go on from."""
+        return list(self._points)
+
+
+class PrefillPoints:
+    """What computing a token costs, by how many tokens it attends to: ``level * (1 + growth * z)``.
+
+    The growth is a property of the model and learned from many steps, long and short. The level
+    is how fast the device is now: the median of the latest steps.
+    """
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, float]] = deque(maxlen=COST_SHAPE_POINTS_MAX)
+        self._growth = 0.0
+        self._unlearned = 0
+        self._line: Line | None = None
+
+    def adopt(self, points: Iterable[tuple[float, float]], growth: float) -> None:
+        """Go on from what ``kept`` and ``growth`` said elsewhere."""
+        self._points.extend(points)
+        self._growth = growth
+        self._line = self._level()
+
+    @property
+    def line(self) -> Line | None:
+        """Seconds per token over the tokens it attends to; None before the first step."""
+        return self._line
+
+    @property
+    def growth(self) -> float:
+        """How much dearer a token is, as a share, for each token that it attends to."""
+        return self._growth
+
+    def observe(self, start_token: int, tokens: int, seconds: float) -> None:
+        """Take in a step that computed so many tokens of one sequence behind ``start_token``."""
+        self._points.append((start_token + tokens / 2, seconds / tokens))
+        self._unlearned += 1
+        # Every step of an engine comes here; the growth takes as long as a thousand such lines.
+        if self._unlearned >= COST_POINTS_MAX // 2:
+            self._unlearned = 0
+            line = _siegel(self._points)
+            if line is not None and line.intercept > 0:
+                self._growth = line.slope / line.intercept
+        self._line = self._level()
+
+    def seconds(self, start_token: int, end_token: int) -> float | None:
+        """Return what computing these tokens costs: ``a*n + g*n*(start + n/2)``."""
+        if self._line is None:
+            return None
+        tokens = end_token - start_token
+        return tokens * self._line.at(start_token + tokens / 2)
+
+    def kept(self) -> list[tuple[float, float]]:
+        """Return what another process can go on from, beside the growth."""
+        return list(self._points)
+
+    def _level(self) -> Line | None:
+        latest = list(self._points)[-COST_POINTS_MAX:]
+        if not latest:
+            return None
+        level = median(cost / (1 + self._growth * z) for z, cost in latest)
+        return Line(level, level * self._growth)
+
+
+def _fit(points: Iterable[tuple[float, float]]) -> Line | None:
+    """Return a line, through the origin where the points do not say where else."""
+    kept = list(points)
+    if not kept:
+        return None
+    return _siegel(kept) or Line(0.0, median(y / x for x, y in kept))
+
+
+def _siegel(points: Iterable[tuple[float, float]]) -> Line | None:
+    """Return the repeated-median line; None where it falls or the points are too near in x."""
+    kept = list(points)
+    apart = _APART * max(x for x, _ in kept)
+    medians = []
+    for x, y in kept:
+        slopes = [(b - y) / (a - x) for a, b in kept if abs(a - x) >= apart]
+        if len(slopes) >= max(2, len(kept) // 4):
+            medians.append(median(slopes))
+    if 2 * len(medians) <= len(kept):
+        return None
+    slope = median(medians)
+    if slope <= 0:
+        return None
+    intercept = median(y - slope * x for x, y in kept)
+    return Line(max(intercept, 0.0), slope)

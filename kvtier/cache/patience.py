@@ -1,0 +1,83 @@
+"""How long a load is waited for: as long as going on is better than computing what is left.
+
+``P`` is when the load will be complete, projected from the bytes that have come; ``R`` what
+computing its tokens costs. The rule, and what it bounds, in units of the better of load and
+recompute:
+
+- A load that was begun because it is faster, or because nothing is known of its link, is waited
+  for until ``R``; up to ``1.1 R`` when it is nearly complete. Then it has cost at most that, and
+  computing everything comes on top: 2.1.
+- One that will be complete so late that computing what is left ends sooner is given up at once.
+- A load from a link that was too slow so far has a head start only, long enough for the first
+  section of a load that is worth it: ``R`` times the share of that section. It costs at most
+  ``HEAD_START_MAX``, and it finds out when the link has become fast again: a load of less than
+  half of ``R`` has shown its first section by then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvtier.cache.lines import PrefillPoints
+
+#: Waiting longer than recomputing would take, as a share of it, where the load is nearly there.
+OVERTIME = 0.1
+#: The head start of a load that should be too slow, as a share of recomputing.
+HEAD_START_MAX = 0.08
+HEAD_START_MIN = 0.02
+
+
+def head_start_s(recompute_s: float, sections: int) -> float:
+    """Return how long a load from a slow link is waited for before anything of it has come."""
+    # A load as long as recompute / 2.1 with even sections, and a fifth for uneven ones.
+    share = 1.2 / (2.1 * max(sections, 1))
+    return recompute_s * min(max(share, HEAD_START_MIN), HEAD_START_MAX)
+
+
+@dataclass(slots=True)
+class Patience:
+    """One load's. Pure; ``now`` in seconds never goes back.
+
+    The load is of tokens ``start_token .. end_token`` and began at ``begun_s``. ``worth`` is what
+    a second of the GPU is worth in seconds of waiting. With ``head_start_s`` the load is expected
+    to be too slow.
+    """
+
+    begun_s: float
+    start_token: int
+    end_token: int
+    prefill: PrefillPoints
+    worth: float = 1.0
+    head_start_s: float | None = None
+    _share: float = field(default=0.0, init=False)
+    _projected_s: float | None = field(default=None, init=False)
+
+    def over(self, now: float, share: float, complete_token: int) -> bool:
+        """Tell whether to give up, now that this share of the bytes has come.
+
+        Tokens up to ``complete_token`` are kept in any case. Call it again and again: when a
+        share was first seen is taken for when it came.
+        """
+        if share >= 1.0:
+            return False
+        waited = now - self.begun_s
+        if share > self._share:
+            self._share = share
+            self._projected_s = waited / share
+        total = self._recompute_s(self.start_token)
+        left = self._recompute_s(complete_token)
+        if total is None or left is None:
+            return False
+        if self._projected_s is None:
+            limit = total if self.head_start_s is None else self.head_start_s
+            return waited >= limit
+        # What should have been complete by now has been held up: it goes on at its average pace.
+        projected = self._projected_s if waited < self._projected_s else waited / self._share
+        if max(projected, waited) > total * (1 + OVERTIME):
+            return True
+        slack = OVERTIME * total if self.head_start_s is None else 0.0
+        return projected - waited > left + slack
+
+    def _recompute_s(self, start_token: int) -> float | None:
+        seconds = self.prefill.seconds(start_token, max(self.end_token, start_token))
+        return None if seconds is None else self.worth * seconds
