@@ -107,6 +107,7 @@ class CacheConfig:
     ``dram_bytes`` and ``disk.capacity_bytes`` bound the whole cache, whatever the number of
     workers. ``shared`` maps the arena so that workers in other processes reach it. A load is cut
     off after ``load_deadline_s``; a lookup waits at most ``pending_deadline_s`` for a slow tier.
+    With ``events``, what the tiers hold is told as it changes.
     """
 
     dram_bytes: int
@@ -118,6 +119,7 @@ class CacheConfig:
     shared: bool = False
     load_deadline_s: float = LOAD_DEADLINE_S_DEFAULT
     pending_deadline_s: float = PENDING_DEADLINE_S_DEFAULT
+    events: bool = False
 
     @property
     def disk_codec(self) -> str | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections.abc
+from collections.abc import Iterable
 
 from kvtier.constants import DIGEST_BYTES, TOKEN_BYTES
 from kvtier.errors import ConfigError
 from kvtier.keys import encode_tokens, extend_chain
+from kvtier.obs.events import Content, EventLog
 from kvtier.types import ChunkKey, Features, KVLayout, MissReason, Namespace, Placement
 
 _FEATURES_DEFAULT = Features()
@@ -19,9 +21,17 @@ class Sequence:
     """
 
     def __init__(
-        self, namespace: Namespace, root: bytes, *, features: Features = _FEATURES_DEFAULT
+        self,
+        namespace: Namespace,
+        root: bytes,
+        *,
+        features: Features = _FEATURES_DEFAULT,
+        keep_tokens: bool = False,
     ) -> None:
-        """Start an empty sequence. ``root`` is the namespace's digest at its current epoch."""
+        """Start an empty sequence. ``root`` is the namespace's digest at its current epoch.
+
+        With ``keep_tokens`` it can tell what its complete chunks stand for.
+        """
         if len(root) != DIGEST_BYTES:
             raise ConfigError(f"root has {len(root)} bytes; a namespace digest has {DIGEST_BYTES}")
         self._namespace = namespace
@@ -30,6 +40,7 @@ class Sequence:
         self._chunk_bytes = namespace.layout.chunk_tokens * TOKEN_BYTES
         self._chunk_keys: list[ChunkKey] = []
         self._unfinished = b""
+        self._contents: list[Content] | None = [] if keep_tokens else None
         self.touched = False  # Whether its request was noted as an access to what was found.
         #: How many of its first chunks the engine has from a lossy codec.
         self.lossy_chunks = 0
@@ -90,9 +101,21 @@ class Sequence:
         parent: bytes = self._chunk_keys[-1] if self._chunk_keys else self._root
         complete = len(data) - len(data) % self._chunk_bytes
         for start in range(0, complete, self._chunk_bytes):
-            parent = extend_chain(parent, data[start : start + self._chunk_bytes])
+            tokens = data[start : start + self._chunk_bytes]
+            if self._contents is not None:
+                above = self.entry_parent(len(self._chunk_keys))
+                self._contents.append(Content(self._namespace, self._root, above, bytes(tokens)))
+            parent = extend_chain(parent, tokens)
             self._chunk_keys.append(ChunkKey(parent))
         self._unfinished = bytes(data[complete:])
+
+    def teach(self, events: EventLog, chunks: Iterable[int]) -> None:
+        """Tell ``events`` what those of some complete chunks stand for that it wants to know."""
+        if self._contents is None:
+            return
+        for chunk in chunks:
+            if events.wants(self._chunk_keys[chunk]):
+                events.learn(self._chunk_keys[chunk], self._contents[chunk])
 
     def entry_parent(self, index: int) -> ChunkKey | None:
         """Return the key of the chunk before chunk ``index``; None for the first one.

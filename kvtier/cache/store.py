@@ -13,6 +13,7 @@ from kvtier.cache.shapes import Shapes
 from kvtier.cache.writeout import Writeout
 from kvtier.constants import STORE_CHUNKS_INFLIGHT_MAX, STORE_DEADLINE_S
 from kvtier.interfaces import Clock
+from kvtier.obs.events import EventLog
 from kvtier.obs.stats import TierCounters
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.dram import DramRecord, DramTier
@@ -56,6 +57,7 @@ class Storer:
         codec: str,
         disk_codec: str | None,
         workers: SequenceOf[Placement],
+        events: EventLog | None,
     ) -> None:
         self._dram = dram
         self._disk = disk
@@ -67,6 +69,7 @@ class Storer:
         self._codec = codec
         self._disk_codec = disk_codec
         self._workers = workers
+        self._events = events
         self.inflight_count = 0
         self._staging_count = 0
 
@@ -96,6 +99,8 @@ class Storer:
             record = self._reserve(sequence, chunk, shape)
             if record is None:
                 break
+            if self._events is not None:
+                sequence.teach(self._events, [chunk])
             pair = _Stored(record, self._stage(sequence, chunk))
             stored.append(pair)
             self.inflight_count += 1

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, TypeVar
 
-from kvtier.types import ChunkKey, Entry, ShardId
+from kvtier.obs.events import EventLog
+from kvtier.types import ChunkKey, Entry, ShardId, Tier
 
 PlaceT = TypeVar("PlaceT")
 
@@ -72,6 +73,8 @@ class TierIndex(Generic[PlaceT]):
         self._records: dict[ChunkKey, Record[PlaceT]] = {}
         self._leaving: set[Record[PlaceT]] = set()
         self._pinned_count = 0
+        self._events: EventLog | None = None
+        self._tier = Tier.DRAM
 
     def __len__(self) -> int:
         return len(self._records)
@@ -94,6 +97,11 @@ class TierIndex(Generic[PlaceT]):
         """Chunks without a key that still occupy their place."""
         return iter(self._leaving)
 
+    def watch(self, events: EventLog | None, tier: Tier) -> None:
+        """From now on note in ``events``, if any, what comes and goes. The index is empty."""
+        assert not self._records, "watched from the start"
+        self._events, self._tier = events, tier
+
     def get(self, key: ChunkKey) -> Record[PlaceT] | None:
         """Return the record under a key in whatever state; a lookup prolongs nothing."""
         return self._records.get(key)
@@ -113,11 +121,15 @@ class TierIndex(Generic[PlaceT]):
         assert record.state is State.FILLING, "a record starts by being filled"
         assert record.entry.key not in self._records, "a key is added once"
         self._records[record.entry.key] = record
+        if self._events is not None:
+            self._events.added(record.entry.key)
 
     def set_ready(self, record: Record[PlaceT]) -> None:
         """Let readers have a record whose every byte is in place."""
         assert record.state is State.FILLING, f"ready from {record.state}"
         record.state = State.READY
+        if self._events is not None:
+            self._events.ready(record.entry.key, self._tier)
 
     def lease(self, records: Iterable[Record[PlaceT]]) -> Lease[PlaceT]:
         """Pin records together."""
@@ -145,6 +157,8 @@ class TierIndex(Generic[PlaceT]):
         assert record.state is not State.LEAVING, "detached twice"
         del self._records[record.entry.key]
         record.state = State.LEAVING
+        if self._events is not None:
+            self._events.removed(record.entry.key, self._tier)
         if record.pins:
             self._leaving.add(record)
         else:
