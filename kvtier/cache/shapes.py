@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvtier.cache.planner import ChunkShape, chunk_shape
 from kvtier.codecs.known import KnownCodecs
+from kvtier.codecs.opaque import OpaqueCodec
 from kvtier.layout import shard_ids
 from kvtier.types import KVLayout, ShardId
 
@@ -19,14 +20,18 @@ class Shapes:
         self._shards: dict[KVLayout, frozenset[ShardId]] = {}
 
     def of(self, layout: KVLayout, chunk: int, codec: str) -> ChunkShape:
-        """Return the shape of a sequence's chunk under a codec that can be made."""
+        """Return the shape of a sequence's chunk under a codec that can be made.
+
+        An opaque one has a layout of its own.
+        """
         place = (layout, codec, chunk == 0)
         shape = self._shapes.get(place)
         if shape is None:
             if len(self._shapes) >= _SHAPES_MAX:
                 self._shapes.clear()
-            made = chunk_shape(layout, self.codecs.get(codec), chunk=chunk)
-            shape = self._shapes[place] = made
+            maker = self.codecs.get(codec)
+            cut = maker.layout if isinstance(maker, OpaqueCodec) else layout
+            shape = self._shapes[place] = chunk_shape(cut, maker, chunk=chunk)
         return shape
 
     def shards(self, layout: KVLayout) -> frozenset[ShardId]:

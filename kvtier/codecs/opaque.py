@@ -108,6 +108,11 @@ class OpaqueCodec:
         return f"opaque-{self._nbytes}"
 
     @property
+    def layout(self) -> KVLayout:
+        """The one layout of payloads of this size."""
+        return opaque_layout(self._nbytes)
+
+    @property
     def traits(self) -> CodecTraits:
         """Exact."""
         return CodecTraits(exact=True)

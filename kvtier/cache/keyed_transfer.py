@@ -1,0 +1,369 @@
+"""Payloads on their way between callers' buffers and a cache, many in one transfer.
+
+::
+
+    get   waiting ──► looked up ──► load ──► its plans copied ──► outcome
+    put   waiting ──► room taken ──► copied ──────────────────► outcome
+
+Each payload is a sequence of one chunk to the cache, and each buffer a block of one token to the
+worker that copies. A copy starts only in a ``poll`` and before the deadline; one that runs is
+awaited. So nothing touches a buffer after its outcome is known.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from kvtier.cache.cache import Cache
+from kvtier.cache.load import Load
+from kvtier.cache.match import Pending
+from kvtier.cache.sequence import Sequence
+from kvtier.cache.worker import CacheWorker
+from kvtier.codecs.opaque import BufferPool, OpaqueCodec, opaque_layout
+from kvtier.constants import KEYED_INFLIGHT_BYTES, KEYED_INFLIGHT_MAX
+from kvtier.interfaces import Clock
+from kvtier.types import (
+    Blocks,
+    ChunkKey,
+    KVLayout,
+    MissReason,
+    Namespace,
+    Placement,
+    Plan,
+    Result,
+    Tier,
+)
+
+#: The tier that gave or holds the payload, or why there is none.
+Outcome = Tier | MissReason
+
+#: No rank of an engine has this number, so the death of one answers no copy that still runs.
+_WORKER: Final = Placement(worker=-1)
+_PAUSE_S_MIN: Final = 20e-6
+_PAUSE_S_MAX: Final = 1e-3
+
+
+class Payload(Sequence):
+    """What one foreign key names, as a sequence of one chunk. ``nbytes`` None: of any size."""
+
+    def __init__(
+        self, namespace: Namespace, root: bytes, key: ChunkKey, nbytes: int | None
+    ) -> None:
+        super().__init__(namespace, root)
+        self._chunk_keys = [key]
+        self._layout = opaque_layout(1 if nbytes is None else nbytes)
+        self._codec = None if nbytes is None else OpaqueCodec(nbytes).name
+
+    @property
+    def key(self) -> ChunkKey:
+        """The address of the payload."""
+        return self._chunk_keys[0]
+
+    @property
+    def layout(self) -> KVLayout:
+        """One token, and as many layers as there are sections."""
+        return self._layout
+
+    @property
+    def codec(self) -> str | None:
+        """What says the payload's size."""
+        return self._codec
+
+    @property
+    def workers(self) -> tuple[Placement, ...]:
+        """The one that knows the callers' buffers."""
+        return (_WORKER,)
+
+
+class Desk:
+    """What all transfers of one keyed cache share. Safe from any thread."""
+
+    def __init__(self, cache: Cache, clock: Clock) -> None:
+        self.cache = cache
+        self.clock = clock
+        self.pool = BufferPool()
+        self._worker = CacheWorker(_WORKER, cache.arena, clock=clock)
+        self._worker.register_pool(self.pool)
+        self._numbers = itertools.count()
+        self._failed: dict[int, MissReason] = {}  # By plan, until its put has asked.
+        self._doomed: set[ChunkKey] = set()
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def lay_out(self, buffer: memoryview) -> tuple[int, Blocks]:
+        """Let the worker know a buffer; return its number, and the block that it is."""
+        number = next(self._numbers)
+        self.pool.add(number, buffer)
+        return number, Blocks(0, ((number,),), block_tokens=1)
+
+    def execute(self, plan: Plan) -> None:
+        """Have a plan executed; once closed, it comes to nothing at once."""
+        with self._lock:
+            if self._closed:
+                reason = MissReason.CANCELLED
+                self._take([Result(plan.plan_id, _WORKER.worker, ok=False, reason=reason)])
+            else:
+                self._worker.execute(plan)
+
+    def carry(self) -> None:
+        """Carry the worker's answers to the cache."""
+        with self._lock:
+            self._take(self._worker.poll())
+
+    def failure(self, plan_id: int) -> MissReason | None:
+        """Return why a plan that is answered came to nothing; once."""
+        with self._lock:
+            return self._failed.pop(plan_id, None)
+
+    def doom(self, keys: Iterable[ChunkKey]) -> None:
+        """Let payloads go; what cannot go yet is hidden until it can."""
+        with self._lock:
+            self._doomed.update(keys)
+        for key in keys:
+            self.hidden(key)
+
+    def hidden(self, key: ChunkKey) -> bool:
+        """Tell whether something is still held that was deleted. Looks after it."""
+        with self._lock:
+            if key in self._doomed and self.cache.remove([key])[0]:
+                self._doomed.remove(key)
+            return key in self._doomed
+
+    def sweep(self) -> None:
+        """Look after what was deleted and could not go."""
+        with self._lock:
+            doomed = list(self._doomed)
+            gone = self.cache.remove(doomed)
+            self._doomed.difference_update(k for k, left in zip(doomed, gone, strict=True) if left)
+
+    def close(self) -> None:
+        """Finish the copies that were taken on and take no more."""
+        with self._lock:
+            self._closed = True
+        self._worker.close()
+        self.carry()
+
+    def _take(self, results: list[Result]) -> None:
+        for result in results:
+            if not result.ok:
+                self._failed[result.plan_id] = result.reason or MissReason.WORKER
+        self.cache.finish(results)
+
+
+class Item(Protocol):
+    """One payload of a transfer, from when it is begun until its outcome."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its buffer."""
+        ...
+
+    def step(self, deadline: float) -> Outcome | None:
+        """Go on as far as possible without waiting; None: ask again."""
+        ...
+
+    def cancel(self) -> None:
+        """Begin nothing more; ``step`` still tells the outcome."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Get:
+    """A payload on its way into a buffer."""
+
+    desk: Desk
+    payload: Payload
+    buffer: memoryview
+    load: Load | None = None
+    number: int = -1
+    plans: list[int] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its buffer."""
+        return len(self.buffer)
+
+    def step(self, deadline: float) -> Outcome | None:
+        """See ``Item.step``."""
+        if self.load is None:
+            outcome = self._begin(deadline)
+            if self.load is None:
+                return outcome
+        for plan in self.load.poll():
+            self.plans.append(plan.plan_id)
+            self.desk.execute(plan)
+        loaded = self.load.outcome
+        if loaded is None:
+            return None
+        self.desk.pool.remove(self.number)
+        for plan_id in self.plans:
+            self.desk.failure(plan_id)
+        if loaded.tokens_by_tier:
+            return next(iter(loaded.tokens_by_tier))
+        return loaded.misses[0].reason if loaded.misses else MissReason.ABSENT
+
+    def cancel(self) -> None:
+        """See ``Item.cancel``."""
+        if self.load is not None:
+            self.load.cancel()
+
+    def _begin(self, deadline: float) -> Outcome | None:
+        desk = self.desk
+        if desk.clock.now() >= deadline:
+            return MissReason.DEADLINE
+        if desk.hidden(self.payload.key):
+            return MissReason.ABSENT
+        match = desk.cache.match(self.payload)
+        if isinstance(match, Pending):
+            return None
+        desk.cache.note_admission(match, 0, 1)
+        self.number, blocks = desk.lay_out(self.buffer)
+        self.load = desk.cache.begin_load(match, blocks, deadline=deadline) if match.hits else None
+        if self.load is None:
+            desk.pool.remove(self.number)
+            return MissReason.ABSENT
+        return None
+
+
+@dataclass(slots=True, eq=False)
+class Put:
+    """A payload on its way out of a buffer."""
+
+    desk: Desk
+    payload: Payload
+    buffer: memoryview
+    plan_id: int | None = None
+    number: int = -1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its buffer."""
+        return len(self.buffer)
+
+    def step(self, deadline: float) -> Outcome | None:
+        """See ``Item.step``."""
+        desk = self.desk
+        if self.plan_id is None:
+            if desk.clock.now() >= deadline:
+                return MissReason.DEADLINE
+            return None if desk.hidden(self.payload.key) else self._begin()
+        if not desk.cache.store_done(self.plan_id):
+            return None
+        desk.pool.remove(self.number)
+        return desk.failure(self.plan_id) or Tier.DRAM
+
+    def cancel(self) -> None:
+        """See ``Item.cancel``: a copy into the cache's own memory is finished."""
+
+    def _begin(self) -> Outcome | None:
+        if self._order():
+            return None
+        if self.payload.refused is not None:
+            return self.payload.refused
+        cache = self.desk.cache
+        match = cache.match(self.payload)
+        if isinstance(match, Pending):
+            return None
+        if match.hits:
+            return match.hits[0].tier
+        # The same key is on its way in, or something of another size has its place.
+        if not cache.remove([self.payload.key])[0] or self._order():
+            return None
+        return self.payload.refused or MissReason.UNAVAILABLE
+
+    def _order(self) -> bool:
+        """Order the copy; False: it is held already, or refused."""
+        number, blocks = self.desk.lay_out(self.buffer)
+        plan = self.desk.cache.begin_store(self.payload, range(1), blocks)
+        if plan is None:
+            self.desk.pool.remove(number)
+            return False
+        self.number, self.plan_id = number, plan.plan_id
+        self.desk.execute(plan)
+        return True
+
+
+class Transfer:
+    """Payloads under way. ``poll`` it until it is complete. Any thread may call.
+
+    The buffers stay the caller's and must live, and those of a put must not change, until then.
+    """
+
+    def __init__(self, desk: Desk, items: Iterable[Item], deadline: float) -> None:
+        self._desk = desk
+        self.deadline = deadline
+        self._waiting = deque(enumerate(items))
+        self._active: dict[int, Item] = {}
+        self._active_bytes = 0
+        self._outcomes: dict[int, Outcome] = {}
+        self._ended: MissReason | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def complete(self) -> bool:
+        """Tell whether all outcomes are known."""
+        return not self._active and not self._waiting
+
+    def poll(self) -> list[Outcome] | None:
+        """Go on without waiting; return one outcome per key, in order, once all are known.
+
+        Complete soon after the deadline, whatever the tiers do: what has not come is a miss by
+        then, and a copy that runs is awaited. After a miss a buffer's content is undefined.
+        """
+        self._desk.carry()
+        with self._lock:
+            for number, item in list(self._active.items()):
+                self._step(number, item)
+            while self._waiting and self._may_begin(self._waiting[0][1]):
+                number, item = self._waiting.popleft()
+                if self._ended is not None:
+                    self._outcomes[number] = self._ended
+                    continue
+                self._active[number] = item
+                self._active_bytes += item.nbytes
+                self._step(number, item)
+            if not self.complete:
+                return None
+            return [self._outcomes[number] for number in range(len(self._outcomes))]
+
+    def wait(self) -> list[Outcome]:
+        """Block until complete; for threads that have nothing else to do."""
+        pause_s = _PAUSE_S_MIN
+        while (outcomes := self.poll()) is None:
+            self._desk.clock.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSE_S_MAX)
+        return outcomes
+
+    def cancel(self) -> None:
+        """Begin nothing more. Completion follows when the copies that run have ended."""
+        self.end(MissReason.CANCELLED)
+
+    def end(self, reason: MissReason) -> None:
+        """As ``cancel``, for another reason."""
+        with self._lock:
+            if self._ended is None:
+                self._ended = reason
+            for item in self._active.values():
+                item.cancel()
+
+    def _may_begin(self, item: Item) -> bool:
+        few = len(self._active) < KEYED_INFLIGHT_MAX
+        small = self._active_bytes + item.nbytes <= KEYED_INFLIGHT_BYTES
+        return not self._active or self._ended is not None or (few and small)
+
+    def _step(self, number: int, item: Item) -> None:
+        ended = self._ended
+        outcome = item.step(self.deadline if ended is None else -math.inf)
+        if outcome is None:
+            return
+        del self._active[number]
+        self._active_bytes -= item.nbytes
+        # What was not even begun when all was ended gives that as its reason.
+        late = outcome is MissReason.DEADLINE
+        self._outcomes[number] = ended if ended is not None and late else outcome
