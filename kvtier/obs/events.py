@@ -79,8 +79,8 @@ class _Chunk:
 class EventLog:
     """Turns what tiers take in and give up into events. Used under the cache's lock.
 
-    At most ``queued_max`` events wait, and at most ``chunks_max`` chunks are told of; what comes
-    beyond stays untold and is counted.
+    At most ``queued_max`` events wait, more than there are tiers, and at most ``chunks_max`` chunks
+    are told of; what comes beyond stays untold and is counted.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class EventLog:
         #: Children, by the parent that has to be told before them.
         self._waiting: dict[ChunkKey, dict[ChunkKey, None]] = {}
         self._queue: deque[Event] = deque()
-        self._again: deque[ChunkKey] = deque()
+        self._next: deque[ChunkKey] = deque()
         self._telling = 0
         self._known_count = 0
         self.dropped_count = 0
@@ -156,12 +156,14 @@ class EventLog:
         self._queue.append(Cleared())
         self._waiting.clear()
         self._telling += 1
-        self._again = deque(self._chunks)
+        self._next = deque(self._chunks)
 
     def take(self, count_max: int) -> list[Event]:
         """Return what is to be told next, some ``count_max`` events."""
-        while len(self._queue) < count_max and self._again:
-            self._tell(self._again.popleft())
+        # What is told here never makes the queue overflow: that would begin it all again.
+        wanted = min(count_max, self._queued_max - len(Tier))
+        while len(self._queue) < wanted and self._next:
+            self._tell(self._next.popleft())
         return [self._queue.popleft() for _ in range(min(count_max, len(self._queue)))]
 
     def check_integrity(self) -> None:
@@ -173,27 +175,24 @@ class EventLog:
             if not self._told(chunk) <= chunk.ready or len(chunk.ready) > chunk.records:
                 raise AssertionError(f"{key.hex()} is told of where it is not")
 
-    def _tell(self, first: ChunkKey) -> None:
-        """Tell of a chunk where it is ready, and then of those that waited for it."""
-        line = [first]
-        while line:
-            key = line.pop()
-            chunk = self._chunks.get(key)
-            if chunk is None or chunk.content is None:
-                continue
-            untold = chunk.ready - self._told(chunk)
-            if not untold:
-                continue
-            parent = chunk.content.parent
-            above = None if parent is None else self._chunks.get(parent)
-            if parent is not None and (above is None or not self._told(above)):
-                self._waiting.setdefault(parent, {})[key] = None
-                continue
-            chunk.told |= untold
-            line += self._waiting.pop(key, ())
-            for tier in sorted(untold):
-                if not self._emit(Stored(key, tier, chunk.content)):
-                    break
+    def _tell(self, key: ChunkKey) -> None:
+        """Tell of a chunk where it is ready; those that have waited for it come next."""
+        chunk = self._chunks.get(key)
+        if chunk is None or chunk.content is None:
+            return
+        untold = chunk.ready - self._told(chunk)
+        if not untold:
+            return
+        parent = chunk.content.parent
+        above = None if parent is None else self._chunks.get(parent)
+        if parent is not None and (above is None or not self._told(above)):
+            self._waiting.setdefault(parent, {})[key] = None
+            return
+        chunk.told |= untold
+        self._next.extend(self._waiting.pop(key, ()))
+        for tier in sorted(untold):
+            if not self._emit(Stored(key, tier, chunk.content)):
+                break
 
     def _told(self, chunk: _Chunk) -> set[Tier]:
         if chunk.telling != self._telling:
