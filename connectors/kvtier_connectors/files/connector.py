@@ -1,0 +1,172 @@
+"""The connector behind ``file:///folder``: a folder, and threads that wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Final, Self, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from aiofiles.os import wrap
+
+from kvtier.config import url_options
+from kvtier.errors import ConfigError, ConnectorError, ConnectorUnavailableError, nearest
+from kvtier.interfaces import ReadOutcome
+from kvtier.types import KeyInfo, ReadRequest, WriteItem
+from kvtier_connectors.files.folder import Folder, translated
+
+_Job = TypeVar("_Job")
+_T = TypeVar("_T")
+
+THREADS_DEFAULT: Final = 4
+THREADS_MAX: Final = 64
+#: Shares of batches that may wait for a thread; what comes on top fails rather than waits.
+SHARES_WAITING_MAX: Final = 256
+SYNCS: Final = ("none", "each")
+
+
+class FileConnector:
+    """A ``Connector`` and ``Listable`` over a folder that exists already.
+
+    Whole files and plain calls, nothing that a network file system does differently: no O_DIRECT,
+    no locks, no mapping. An object is written under a name of its own, closed, and renamed over
+    the old one, so a reader on any host sees one or the other. An NFS client sends what it has
+    buffered when a file is closed, so all of it is there before the new name is (close-to-open,
+    RFC 1813 section 4.11). Who may read the files is up to the process's umask.
+
+    ``sync="each"`` flushes a file before its rename and the folder after it; with ``"none"`` the
+    newest objects may be lost, or come back short, when a host dies.
+
+    For one event loop; the file system is waited for in threads of our own. A cancelled call
+    returns when its threads have let go of the buffers: after the step they are at, which a file
+    server that hangs can hold up.
+    """
+
+    def __init__(self, folder: Path, *, sync: str = "none", threads: int = THREADS_DEFAULT) -> None:
+        """Does not look at the folder. Raises ``ConfigError`` for what is not allowed."""
+        if not folder.is_absolute():
+            raise ConfigError(f"a folder is named from the root on; {str(folder)!r} is not")
+        if sync not in SYNCS:
+            raise ConfigError(f"sync is {sync!r}{nearest(sync, SYNCS)}; allowed: none, each")
+        if not 1 <= threads <= THREADS_MAX:
+            raise ConfigError(f"threads is {threads}; allowed is 1 to {THREADS_MAX}")
+        self._folder = Folder(str(folder), sync=sync == "each")
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvtier-file")
+        self._waiting = 0
+        self._closed = False
+
+    @classmethod
+    def from_url(cls, url: str) -> Self:
+        """Open ``file:///folder?sync=none|each&threads=4``."""
+        options = url_options(url, ("sync", "threads"))
+        parts = urlsplit(url)
+        if parts.netloc not in {"", "localhost"}:
+            raise ConfigError("a file:// URL has three slashes: file:///folder")
+        threads = options.get("threads", str(THREADS_DEFAULT))
+        if not threads.isdecimal():
+            raise ConfigError(f"threads is {threads!r}; it must be a number")
+        sync = options.get("sync", SYNCS[0])
+        return cls(Path(unquote(parts.path)), sync=sync, threads=int(threads))
+
+    async def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Tell which files are there; a fault is no."""
+        found = await self._share_out(lambda key, _: self._folder.contains(key), keys)
+        return [outcome is True for outcome in found]
+
+    async def read(
+        self, requests: Sequence[ReadRequest], into: Sequence[memoryview]
+    ) -> list[ReadOutcome]:
+        """Fill the buffers. A range that ends behind the object gives what there is of it."""
+        pairs = list(zip(requests, into, strict=True))
+        return await self._share_out(lambda pair, halt: self._folder.read(*pair, halt), pairs)
+
+    async def write(self, items: Sequence[WriteItem]) -> list[ConnectorError | None]:
+        """Write each file anew and move it into its place."""
+        return await self._share_out(self._folder.write, items)
+
+    async def delete(self, keys: Sequence[bytes]) -> None:
+        """Remove the files; what cannot be removed stays."""
+        await self._share_out(lambda key, _: self._folder.delete(key), keys)
+
+    async def close(self) -> None:
+        """Take no more calls; those that run are finished."""
+        self._closed = True
+        self._pool.shutdown(wait=False)
+
+    async def _listed(self, function: Callable[[], Sequence[_T]]) -> Sequence[_T]:
+        (found,) = await self._share_out(lambda call, _: call(), [function])
+        if isinstance(found, ConnectorError):
+            raise found
+        return found
+
+    async def _share_out(
+        self, function: Callable[[_Job, threading.Event], _T], jobs: Sequence[_Job]
+    ) -> list[_T | ConnectorError]:
+        """Do the jobs in at most ``threads`` threads; return the outcomes in their order."""
+        count = min(self._threads, len(jobs))
+        if self._closed or self._waiting + count > SHARES_WAITING_MAX:
+            why = "the connector is closed" if self._closed else "too much waits for the files"
+            return [ConnectorUnavailableError(why) for _ in jobs]
+        if count == 0:
+            return []
+        halt = threading.Event()
+        run = wrap(_do_share)
+        shares = [
+            asyncio.ensure_future(run(function, jobs[start::count], halt, executor=self._pool))
+            for start in range(count)
+        ]
+        self._waiting += count
+        try:
+            await asyncio.wait(shares)
+        finally:
+            halt.set()
+            await _ended(shares)
+            self._waiting -= count
+        outcomes: list[_T | ConnectorError] = [ConnectorUnavailableError("") for _ in jobs]
+        for start, share in enumerate(shares):
+            outcomes[start::count] = share.result()
+        return outcomes
+
+    async def list(self, prefix: bytes) -> AsyncIterator[KeyInfo]:
+        """Walk through the folder, a part at a time.
+
+        Raises ``ConnectorError`` where a part cannot be read. An object that comes or goes
+        meanwhile may or may not be told.
+        """
+        for name in await self._listed(self._folder.folders):
+            for info in await self._listed(partial(self._folder.objects, name, prefix)):
+                yield info
+
+
+def _do_share(
+    function: Callable[[_Job, threading.Event], _T], jobs: Sequence[_Job], halt: threading.Event
+) -> list[_T | ConnectorError]:
+    """In a thread: do one job after the other, whatever comes of each."""
+    outcomes: list[_T | ConnectorError] = []
+    for job in jobs:
+        try:
+            if halt.is_set():
+                raise ConnectorUnavailableError("the call was given up")
+            outcomes.append(function(job, halt))
+        except ConnectorError as error:
+            outcomes.append(error.with_traceback(None))
+        except OSError as error:
+            outcomes.append(translated(error))
+    return outcomes
+
+
+async def _ended(shares: Sequence[asyncio.Future[_T]]) -> None:
+    """Wait for threads that may touch a caller's buffers, however often we are cancelled."""
+    cancelled = False
+    while not all(share.done() for share in shares):
+        try:
+            await asyncio.wait(shares)
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
