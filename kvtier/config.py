@@ -6,19 +6,27 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
+from itertools import pairwise
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
 from urllib.parse import parse_qsl, urlsplit
 
 from kvtier.constants import (
     ALIGN_BYTES,
+    DIGEST_BYTES,
     GIB,
     KIB,
     LOAD_DEADLINE_S_DEFAULT,
     MIB,
     PENDING_DEADLINE_S_DEFAULT,
+    REMOTE_ABSENT_S_DEFAULT,
+    REMOTE_CONNECTIONS_DEFAULT,
+    REMOTE_CONNECTIONS_MAX,
+    REMOTE_DEADLINE_S_DEFAULT,
+    REMOTE_TTL_S_DEFAULT,
     SLAB_BYTES_DEFAULT,
 )
 from kvtier.errors import ConfigError, nearest
@@ -56,7 +64,8 @@ class DiskConfig:
 
     Several directories, each on a device of its own, share ``capacity_bytes`` equally. What is
     written is chosen by ``admission`` and bounded by ``write_bytes_per_day`` (0: no bound). With
-    a ``codec`` of its own, what is written through is packed from the pool for it.
+    a ``codec`` of its own, what is written through is packed from the pool for it; a
+    ``byte_codec`` then encodes what is written, whatever packed it.
     """
 
     path: str
@@ -68,10 +77,13 @@ class DiskConfig:
     admission: str = "everything"
     write_bytes_per_day: int = 0
     codec: str | None = None
+    byte_codec: str | None = None
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` for a field that cannot be."""
         _require(bool(self.path), "disk.path", self.path, "a directory")
+        for name in ("capacity_bytes", "write_bytes_per_day"):
+            _whole(f"disk.{name}", getattr(self, name))
         _require(
             self.capacity_bytes >= ALIGN_BYTES,
             "disk.capacity_bytes",
@@ -80,24 +92,67 @@ class DiskConfig:
         )
         _require(bool(self.policy), "disk.policy", self.policy, "a policy's name")
         _require(self.codec != "", "disk.codec", self.codec, "a codec's name")
+        _require(self.byte_codec != "", "disk.byte_codec", self.byte_codec, "a byte codec's name")
         _require(bool(self.admission), "disk.admission", self.admission, "an admission's name")
-        _require(
-            self.write_bytes_per_day >= 0,
-            "disk.write_bytes_per_day",
-            self.write_bytes_per_day,
-            "0 (no bound) or more",
-        )
-        _require(
-            all(self.paths) and len(set(map(os.path.abspath, self.paths))) == len(self.paths),
-            "disk.more_paths",
-            self.more_paths,
-            "directories, each named once",
-        )
+        _check_paths(self.paths)
 
     @property
     def paths(self) -> tuple[str, ...]:
         """All directories, the first one first."""
         return (self.path, *self.more_paths)
+
+
+@dataclass(frozen=True, slots=True)
+class TenantQuota:
+    """What one tenant may hold: ``tenant`` is ``kvtier.keys.tenant_digest`` in hexadecimal."""
+
+    tenant: str
+    quota_bytes: int
+
+    def __post_init__(self) -> None:
+        """Raise ``ConfigError`` for a field that cannot be."""
+        allowed = f"{2 * DIGEST_BYTES} hexadecimal digits, in lower case"
+        fits = re.fullmatch(r"[0-9a-f]+", self.tenant) and len(self.tenant) == 2 * DIGEST_BYTES
+        _require(bool(fits), "tenant_quotas.tenant", self.tenant, allowed)
+        _whole("tenant_quotas.quota_bytes", self.quota_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteConfig:
+    """A remote tier: a connector's URL, and how this cache uses it.
+
+    With ``capacity_bytes`` this cache is the only writer, and bounds what lies there; 0: others
+    write there too, and the store bounds itself. What it said to hold is believed for ``ttl_s``,
+    what it said to lack for ``absent_s``; ``ttl_s`` is at most the store's own expiry, if it has
+    one. At most ``connections`` calls are out at a time; one that takes longer than ``deadline_s``
+    is a fault. The rest is as for the disk.
+    """
+
+    url: str = field(repr=False)  # It may hold a password.
+    capacity_bytes: int = 0
+    ttl_s: float = REMOTE_TTL_S_DEFAULT
+    absent_s: float = REMOTE_ABSENT_S_DEFAULT
+    mode: WriteMode = WriteMode.THROUGH
+    policy: str = "lru"
+    admission: str = "everything"
+    write_bytes_per_day: int = 0
+    connections: int = REMOTE_CONNECTIONS_DEFAULT
+    deadline_s: float = REMOTE_DEADLINE_S_DEFAULT
+
+    def __post_init__(self) -> None:
+        """Raise ``ConfigError`` for a field that cannot be. No message holds the URL."""
+        _require("://" in self.url, "remotes.url", "(hidden)", "a URL, as in redis://host")
+        _whole("remotes.capacity_bytes", self.capacity_bytes)
+        _whole("remotes.write_bytes_per_day", self.write_bytes_per_day)
+        _require(bool(self.policy), "remotes.policy", self.policy, "a policy's name")
+        _require(bool(self.admission), "remotes.admission", self.admission, "an admission's name")
+        count = self.connections
+        allowed = 1 <= count <= REMOTE_CONNECTIONS_MAX
+        _require(allowed, "remotes.connections", count, f"1 .. {REMOTE_CONNECTIONS_MAX}")
+        for name in ("ttl_s", "absent_s", "deadline_s"):
+            seconds = getattr(self, name)
+            well = math.isfinite(seconds) and seconds > 0
+            _require(well, f"remotes.{name}", seconds, "more than 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +162,14 @@ class CacheConfig:
     ``dram_bytes`` and ``disk.capacity_bytes`` bound the whole cache, whatever the number of
     workers. ``shared`` maps the arena so that workers in other processes reach it. A load is cut
     off after ``load_deadline_s``; a lookup waits at most ``pending_deadline_s`` for a slow tier.
-    With ``events``, what the tiers hold is told as it changes.
+    ``remotes`` are asked in their order, for what is in neither DRAM nor disk.
+    With ``events``, what the tiers hold is told as it changes. A tenant may hold
+    ``tenant_quota_bytes`` in all tiers together (0: no bound), or what ``tenant_quotas`` says.
     """
 
     dram_bytes: int
     disk: DiskConfig | None = None
+    remotes: tuple[RemoteConfig, ...] = ()
     codec: str = "raw"
     policy: str = "lru"
     slab_bytes: int = SLAB_BYTES_DEFAULT
@@ -119,6 +177,8 @@ class CacheConfig:
     shared: bool = False
     load_deadline_s: float = LOAD_DEADLINE_S_DEFAULT
     pending_deadline_s: float = PENDING_DEADLINE_S_DEFAULT
+    tenant_quota_bytes: int = 0
+    tenant_quotas: tuple[TenantQuota, ...] = ()
     events: bool = False
 
     @property
@@ -134,6 +194,11 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` for a field that cannot be or that contradicts another."""
+        for name in ("dram_bytes", "slab_bytes", "tenant_quota_bytes"):
+            _whole(name, getattr(self, name))
+        tenants = [quota.tenant for quota in self.tenant_quotas]
+        once = len(set(tenants)) == len(tenants)
+        _require(once, "tenant_quotas.tenant", tenants, "each tenant once")
         _require(bool(self.codec), "codec", self.codec, "a codec's name")
         _require(bool(self.policy), "policy", self.policy, "a policy's name")
         _require(
@@ -224,6 +289,21 @@ def reject_unknown(names: Iterable[str], allowed: Iterable[str], where: str) -> 
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:  # noqa: FBT001
     if not condition:
         raise ConfigError(f"{name} = {value!r}: allowed is {allowed}")
+
+
+def _check_paths(paths: tuple[str, ...]) -> None:
+    """Require directories that can be, none of which lies in another: each is bounded by itself."""
+    allowed = "directories, each named once, none inside another"
+    for path in paths:
+        _require(bool(path) and "\0" not in path, "disk.path", path, "a path without NUL")
+    whole = sorted(Path(path).parts for path in map(os.path.abspath, paths))
+    apart = not any(below[: len(above)] == above for above, below in pairwise(whole))
+    _require(apart, "disk.more_paths", paths[1:], allowed)
+
+
+def _whole(name: str, nbytes: object) -> None:
+    """Require a size that is a whole number: what rounds is not what was meant."""
+    _require(type(nbytes) is int and nbytes >= 0, name, nbytes, "a whole number, 0 or more")
 
 
 def _check_workers(workers: tuple[Placement, ...]) -> None:

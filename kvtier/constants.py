@@ -88,6 +88,19 @@ ROOTS_MAX: Final = 65_536
 ROOTS_SAVE_S: Final = 1.0
 # Chunks of stale namespaces that leave in one go, in each tier.
 RECLAIMED_CHUNKS_MAX: Final = 256
+# Of what a tenant has on disk and has not used since the start: so many are looked at in one go
+# when something of it has to give way.
+GIVE_WAY_ROWS_MAX: Final = 1024
+
+# Pins: the share of a tier that they may take, chunks in each tier, and for how long.
+PINNED_SHARE_MAX: Final = 0.5
+PINNED_CHUNKS_MAX: Final = 16_384
+PIN_S_MAX: Final = 30 * 86_400.0
+# Chunks that are to leave at a time of their own, and the latest such time from now.
+EXPIRING_CHUNKS_MAX: Final = 65_536
+TTL_S_MAX: Final = 30 * 86_400.0
+# How often pins that are over are forgotten, and what could not leave in time is tried again.
+WISHES_LOOK_S: Final = 1.0
 
 # The disk tier's index at rest: a snapshot and a log of what has changed since.
 JOURNAL_ROWS_MAX: Final = 1 << 25
@@ -97,6 +110,42 @@ JOURNAL_BATCH_CHANGES_MAX: Final = 16_384
 JOURNAL_LOG_BYTES_MAX: Final = GIB
 # A log is folded into a new snapshot above this many changes, or above half of the rows.
 JOURNAL_CHANGES_LOGGED: Final = 65_536
+
+# Remote tier.
+BREAKER_FAILURES_MAX: Final = 3
+REMOTE_CONNECTIONS_DEFAULT: Final = 4
+REMOTE_CONNECTIONS_MAX: Final = 64
+# What an admission takes for the capacity of a remote that others bound.
+REMOTE_CAPACITY_BYTES: Final = 1024 * GIB
+REMOTE_DEADLINE_S_DEFAULT: Final = 2.0
+REMOTE_TTL_S_DEFAULT: Final = 60.0
+REMOTE_ABSENT_S_DEFAULT: Final = 2.0
+# Tries of one call, and the longest wait after the first one; it doubles with each.
+REMOTE_TRIES_MAX: Final = 3
+REMOTE_RETRY_S: Final = 0.05
+# What one call of a connector takes, and how much waits for one.
+REMOTE_BATCH_KEYS_MAX: Final = 1024
+REMOTE_BATCH_OBJECTS_MAX: Final = 64
+REMOTE_BATCH_BYTES: Final = 16 * MIB
+REMOTE_JOBS_MAX: Final = 8192
+# Bytes of a shard that are read at once, if sections are smaller.
+REMOTE_STEP_BYTES: Final = 2 * MIB
+REMOTE_STEPS_AHEAD: Final = 8
+# What is remembered of chunks, asked for at once by one request, and by all.
+REMOTE_KNOWN_CHUNKS_MAX: Final = 262_144
+REMOTE_ASK_CHUNKS_MIN: Final = 64
+REMOTE_ASK_CHUNKS_MAX: Final = 1024
+REMOTE_ASKED_CHUNKS_MAX: Final = 8192
+REMOTE_CODECS_MAX: Final = 256
+# A listing with more objects than this is not bounded by us.
+REMOTE_LISTED_MAX: Final = 4_000_000
+# Chunks waiting to be written to a remote, in one job, and jobs at a time.
+UPLOADS_WAITING_MAX: Final = 4096
+UPLOAD_CHUNKS_MAX: Final = 16
+UPLOAD_JOBS_MAX: Final = 2
+UPLOAD_TRIES_MAX: Final = 3
+PREFETCHES_MAX: Final = 64
+PREFETCH_CHUNKS_INFLIGHT: Final = 4
 
 # Write-back: the dirty share of DRAM above which dirty chunks are written, and down to which.
 DIRTY_SHARE_HIGH: Final = 0.5

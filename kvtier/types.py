@@ -57,6 +57,7 @@ class Tier(StrEnum):
     HBM = "hbm"
     DRAM = "dram"
     DISK = "disk"
+    REMOTE = "remote"
 
 
 class MissReason(StrEnum):
@@ -71,6 +72,7 @@ class MissReason(StrEnum):
     CANCELLED = "cancelled"
     CODEC = "codec"
     WORKER = "worker"
+    QUOTA = "quota"
     COST = "cost"
 
 
@@ -338,10 +340,16 @@ class LoadOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What an access says beyond its time: the session's turn and the caller's hint."""
+    """What an access says beyond its time: the session's turn and the caller's hints.
+
+    After ``ttl_s`` what the request stores is worthless to the caller and leaves (0: no such
+    time); for ``pin_s`` what it stores or finds is to stay (0: as it comes). See ``Wishes``.
+    """
 
     turn: int = 1
     hint: Hint = Hint.NONE
+    ttl_s: float = 0.0
+    pin_s: float = 0.0
 
 
 _NEUTRAL = Features()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvtier.cache.disk_source import DiskSource
 from kvtier.cache.executor import Executor
 from kvtier.cache.fill import Fill, Filler, Source
+from kvtier.cache.remotes import Remotes
 from kvtier.cache.sequence import Sequence
 from kvtier.cache.shapes import Shapes
 from kvtier.tiers.disk.tier import DiskTier
@@ -19,12 +20,14 @@ class Below:
         self,
         dram: DramTier,
         disk: DiskTier | None,
+        remotes: Remotes | None,
         filler: Filler,
         executor: Executor,
         shapes: Shapes,
     ) -> None:
         self._dram = dram
         self._disk = disk
+        self._remotes = remotes
         self._executor = executor
         self._shapes = shapes
         self.filler = filler
@@ -40,13 +43,13 @@ class Below:
             )
             if readable and self._disk.volume_of(record).answers:
                 return DiskSource(self._disk, record, self._executor)
-        return None
+        return self._remotes.find(sequence, chunk) if self._remotes is not None else None
 
     def tier_of(self, key: ChunkKey) -> Tier | None:
         """Return the nearest tier that holds a chunk, whether or not it answers."""
         if self._disk is not None and self._disk.holds(key):
             return Tier.DISK
-        return None
+        return Tier.REMOTE if self._remotes is not None and self._remotes.holds(key) else None
 
     def nbytes(self, source: Source, layout: KVLayout) -> int:
         """Return what a chunk takes in DRAM."""
@@ -69,4 +72,6 @@ class Below:
         return fill
 
     def _reachable(self, key: ChunkKey) -> bool:
-        return self._disk is not None and self._disk.find(key) is not None
+        if self._disk is not None and self._disk.find(key) is not None:
+            return True
+        return self._remotes is not None and bool(self._remotes.look(key))

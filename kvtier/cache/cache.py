@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
-from functools import lru_cache
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from kvtier.cache.below import Below
@@ -23,13 +22,17 @@ from kvtier.cache.load import Load, LoadContext
 from kvtier.cache.lookup import Lookup
 from kvtier.cache.match import Pending, Ready
 from kvtier.cache.opener import VolumeOpener, save_epochs_everywhere
+from kvtier.cache.pins import KeptKeys
 from kvtier.cache.planner import check_blocks, check_store
 from kvtier.cache.plans import OpenPlans
+from kvtier.cache.remote_room import RemoteRoom
 from kvtier.cache.removal import remove
+from kvtier.cache.roots import Roots
 from kvtier.cache.sequence import Sequence
 from kvtier.cache.shapes import Shapes
 from kvtier.cache.state_log import StateLog
 from kvtier.cache.store import Storer
+from kvtier.cache.tenancy import make_tenancy
 from kvtier.cache.writeout import Writeout
 from kvtier.clock import SystemClock
 from kvtier.codecs.calibration_store import CalibrationStore
@@ -37,11 +40,11 @@ from kvtier.codecs.known import KnownCodecs
 from kvtier.config import CacheConfig, DiskConfig
 from kvtier.constants import CLOSE_DEADLINE_S_DEFAULT
 from kvtier.errors import ConfigError
-from kvtier.interfaces import Clock
-from kvtier.keys import namespace_digest
+from kvtier.interfaces import Clock, Connector
 from kvtier.obs.counters import Counters
 from kvtier.obs.events import EventLog
 from kvtier.obs.stats import CacheStats
+from kvtier.registry import connect as connect_url
 from kvtier.registry import policies
 from kvtier.tiers.arena import Arena
 from kvtier.tiers.disk.files import FileSystem
@@ -67,9 +70,6 @@ _log = logging.getLogger("kvtier.disk")
 
 _FEATURES = Features()
 
-# Every call asks for the present epoch; encoding a namespace anew would take longer than a lookup.
-_digest = lru_cache(maxsize=1024)(namespace_digest)
-
 
 class Cache:
     """Tiers below one engine's HBM. Any thread may call; no call waits for a tier."""
@@ -80,13 +80,14 @@ class Cache:
         *,
         clock: Clock | None = None,
         files: FileSystem | None = None,
+        connect: Callable[[str], Connector] = connect_url,
     ) -> None:
         """Map and touch the arena (about a second per 4 GiB) and begin to open the disk.
 
         Waits for the disk's epochs, at most a second where it does not answer. Raises
         ``ConfigError`` for settings that cannot be, ``RegistryError`` for an unknown policy or
-        codec. A disk that cannot be used is no error: it is tried again.
-        ``files`` stands in for the operating system's file system.
+        codec. A disk or remote that cannot be used is no error: it is tried again.
+        ``files`` stands in for the operating system's file system, ``connect`` opens remotes.
         """
         store = CalibrationStore(Path(config.disk.path, "calibrations")) if config.disk else None
         self._shapes = Shapes(KnownCodecs(store))
@@ -95,35 +96,64 @@ class Cache:
         self._clock = clock or SystemClock()
         self._lock = threading.Lock()
         self._closed = False
-        self._counters = Counters((Tier.DRAM, Tier.DISK))
+        self._counters = Counters((Tier.DRAM, Tier.DISK, Tier.REMOTE))
         paths = config.disk.paths if config.disk else ()
         self._epochs = Epochs(len(paths))
+        self._roots = Roots(self._epochs, len(paths), self._held_roots)
         #: What the tiers tell of themselves, if the config says so.
-        self.events = EventFeed(self._lock, self._epochs, self._root) if config.events else None
+        self.events = (
+            EventFeed(self._lock, self._epochs, self._roots.root) if config.events else None
+        )
         self._loads: set[Load] = set()
         self._plans = OpenPlans()
         policy = policies.load(config.policy)
         choices = disk_choices(config.disk) if config.disk else None
         self._arena = Arena(config.dram_bytes, slab_bytes=config.slab_bytes, shared=config.shared)
-        self._dram = DramTier(self._arena, policy, self._clock, self._left_dram)
+        kept = KeptKeys(self._arena.capacity_bytes, self._clock)
+        self._dram = DramTier(self._arena, policy, self._clock, self._left_dram, kept.keeps)
         self._dram.index.watch(self._log, Tier.DRAM)
         self._executor = Executor(self._clock, lanes=len(paths), tick=self._tick)
         self._disk: DiskTier | None = None
+        self._kept_disk: tuple[DiskTier, KeptKeys] | None = None
         self._state_log: StateLog | None = None
         self._writeout: Writeout | None = None
         self._openers: tuple[VolumeOpener, ...] = ()
         if config.disk is not None and choices is not None:
             self._openers = self._add_disk(config.disk, choices, files or local_files(self._arena))
+        self._room: RemoteRoom | None = None
+        if config.remotes:
+            work = (self._executor, self._lock, self._counters, self._clock, self._shapes)
+            self._room = RemoteRoom(config, connect, self._dram, *work)
         self._pending_until = self._clock.now() + config.pending_deadline_s
         tiers = (self._dram, self._disk)
+        self._tenancy = make_tenancy(
+            config,
+            self._lock,
+            self._clock,
+            self._roots,
+            (self._dram, kept),
+            self._kept_disk,
+            self._writeout,
+            left_disk=self._left_disk,
+            end_loads=self._end_stale_loads,
+            save=lambda: save_epochs_everywhere(self._openers),
+        )
+        #: What tenants hold, and their end. What stays whatever else comes.
+        self.tenants, self.pins = self._tenancy.tenants, self._tenancy.pins
+        if self._writeout is not None:
+            self._writeout.quotas = self._tenancy.quotas
         filler = Filler(
             self._dram, self._lock, self._counters, self._clock, self._shapes, self._filled
         )
-        self._below = Below(*tiers, filler, self._executor, self._shapes)
-        self._lookup = Lookup(*tiers, self._writeout, self._shapes, self._counters, self._log)
+        remotes = self._room.remotes if self._room is not None else None
+        self._below = Below(*tiers, remotes, filler, self._executor, self._shapes)
+        self._lookup = Lookup(
+            *tiers, self._room, self._writeout, self._shapes, self._counters, self._log
+        )
         self._storer = Storer(
             *tiers,
             self._writeout,
+            self._room,
             self._shapes,
             self._plans,
             self._counters[Tier.DRAM],
@@ -132,6 +162,7 @@ class Cache:
             config.disk_codec,
             config.workers,
             self._log,
+            self._tenancy,
         )
         self._context = LoadContext(
             dram=self._dram,
@@ -157,13 +188,14 @@ class Cache:
             for number, path in enumerate(config.paths)
         ]
         counters = self._counters[Tier.DISK]
-        disk = DiskTier(volumes, choices.policy, self._clock, self._left_disk)
+        kept = KeptKeys(config.capacity_bytes, self._clock)
+        disk = DiskTier(volumes, kept.guard(choices.policy), self._clock, self._left_disk)
         work = (self._executor, self._lock, counters, self._clock, self._shapes)
         disk.index.watch(self._log, Tier.DISK)
-        self._disk = disk
+        self._disk, self._kept_disk = disk, (disk, kept)
         self._state_log = StateLog(config.path)
         self._writeout = writeout = Writeout(
-            self._dram, disk, *work, config.mode, choices.admission
+            self._dram, disk, *work, config.mode, choices.admission, choices.encoder
         )
         return tuple(
             VolumeOpener(
@@ -173,6 +205,7 @@ class Cache:
                 self._lock,
                 counters,
                 self._epochs,
+                self._roots,
                 self._clock,
                 config.durability,
                 writeout.pump,
@@ -221,19 +254,20 @@ class Cache:
                         "allowed is 'lossy'"
                     )
         with self._lock:
-            root = self._root(namespace)
+            root = self._roots.root(namespace)
         keep_tokens = self.events is not None
         return Sequence(namespace, root, features=features, keep_tokens=keep_tokens)
 
     def root(self, namespace: Namespace) -> bytes:
         """Return the digest that a namespace's keys follow from, in its present epoch."""
         with self._lock:
-            return self._root(namespace)
+            return self._roots.root(namespace)
 
     def match(self, sequence: Sequence) -> Ready | Pending:
         """Look up the longest usable prefix. Pins and counts nothing.
 
-        ``Pending`` only while the disk is being opened and within the configured deadline.
+        ``Pending`` only while the disk is being opened or a remote is asked, and within the
+        configured deadline.
         """
         with self._lock:
             disk = self._disk
@@ -241,9 +275,14 @@ class Cache:
                 now = self._clock.now()
                 if now < self._pending_until and not self._closed:
                     return Pending(self._pending_until)
-            if self._closed or not self._current(sequence):
+            if self._closed or not self._roots.current(sequence):
                 return Ready(sequence, ())
-            return Ready(sequence, self._lookup.hits(sequence))
+            found = self._lookup.find(sequence)
+            now, patience_s = self._clock.now(), self._config.pending_deadline_s
+            if self._lookup.waits(sequence, found, now, patience_s):
+                assert sequence.pending_until is not None, "set where it waits"
+                return Pending(sequence.pending_until)
+            return Ready(sequence, found.hits)
 
     def note_admission(self, match: Ready, start_token: int, end_token: int) -> None:
         """Count one admitted request's lookup and touch what it found; once per request.
@@ -253,8 +292,8 @@ class Cache:
         """
         with self._lock:
             self._lookup.count(match, start_token, end_token)
-            if self._current(match.sequence):
-                self._lookup.touch(match)
+            if self._roots.current(match.sequence):
+                self._touch(match)
 
     def begin_load(
         self, match: Ready, blocks: Blocks, *, deadline: float | None = None
@@ -269,7 +308,7 @@ class Cache:
         if deadline is None:
             deadline = self._clock.now() + self._config.load_deadline_s
         with self._lock:
-            if self._closed or not self._current(match.sequence):
+            if self._closed or not self._roots.current(match.sequence):
                 return None
             load = Load(self._context, match, blocks, deadline)
             if load.empty:
@@ -277,7 +316,7 @@ class Cache:
             self._loads = {active for active in self._loads if active.outcome is None}
             self._loads.add(load)
             load.pin()
-            self._lookup.touch(match)
+            self._touch(match)
         return load
 
     def begin_store(self, sequence: Sequence, chunks: range, blocks: Blocks) -> Plan | None:
@@ -290,7 +329,10 @@ class Cache:
         """
         check_store(sequence.layout, chunks, len(sequence.chunk_keys), blocks)
         with self._lock:
-            if self._closed or not self._current(sequence):
+            if self._closed or not self._roots.current(sequence):
+                return None
+            if not self._roots.note_store(sequence):
+                sequence.refused = MissReason.UNAVAILABLE
                 return None
             return self._storer.begin(sequence, chunks, blocks)
 
@@ -304,8 +346,8 @@ class Cache:
         with self._lock:
             for result in results:
                 self._plans.answer(result)
-            if self._writeout is not None and not self._closed:
-                self._writeout.pump()
+            if not self._closed:
+                self._pump()
 
     def lose_worker(self, worker: int) -> None:
         """Answer everything that a dead worker owes as failed, and let no load count on it.
@@ -325,15 +367,7 @@ class Cache:
         ``TierUnavailableError`` when it could not be: then it holds for this process, and is
         written when the disk comes back.
         """
-        base = _digest(namespace)
-        with self._lock:
-            root = self._root(namespace)
-            epoch = self._epochs.advance(base)
-            for load in self._loads:
-                if load.of(root):
-                    load.end(MissReason.ABSENT)
-        save_epochs_everywhere(self._openers)
-        return epoch
+        return self.tenants.invalidate(namespace)
 
     def remove(self, keys: Iterable[ChunkKey]) -> list[bool]:
         """Let chunks go, whatever is left of them; loads under way keep what they have pinned.
@@ -341,7 +375,9 @@ class Cache:
         False: one that is being stored, read or written, which stays as it is; ask again.
         """
         with self._lock:
-            return [remove(key, self._dram, self._disk, self._writeout) for key in keys]
+            return [
+                remove(key, self._dram, self._disk, self._writeout, self._room) for key in keys
+            ]
 
     def stats(self) -> CacheStats:
         """Count everything, now."""
@@ -354,6 +390,7 @@ class Cache:
                 self._storer,
                 self._below.filler,
                 self._writeout,
+                self._room,
                 loads_inflight=sum(load.outcome is None for load in self._loads),
             )
 
@@ -365,6 +402,8 @@ class Cache:
                 self._writeout.check_integrity()
             if self._disk is not None:
                 self._disk.check_integrity()
+            if self._room is not None:
+                self._room.check_integrity()
 
     def close(self, *, timeout_s: float = CLOSE_DEADLINE_S_DEFAULT) -> None:
         """Write out what is dirty as far as time allows, end the threads, unmap the arena.
@@ -380,28 +419,54 @@ class Cache:
                 load.end(MissReason.CANCELLED)
             if self._writeout is not None:
                 self._writeout.flush()
+            if self._room is not None:
+                self._room.flush()
         self._executor.close(timeout_s, [opener.finish for opener in self._openers])
+        if self._room is not None:
+            self._room.close(timeout_s)
         for opener in self._openers:
             opener.close()
         with self._lock:
             self._arena.close()
 
-    def _root(self, namespace: Namespace) -> bytes:
-        base = _digest(namespace)
-        epoch = self._epochs.get(base)
-        return _digest(namespace, epoch) if epoch else base
+    def _held_roots(self) -> set[bytes]:
+        disk = self._disk
+        below = {*disk.index.namespaces, *disk.cold.namespaces} if disk is not None else set()
+        return {*self._dram.index.namespaces, *below}
 
-    def _current(self, sequence: Sequence) -> bool:
-        """Tell whether a sequence's namespace is still in the epoch in which it began."""
-        return sequence.root == self._root(sequence.namespace)
+    def _end_stale_loads(self) -> None:
+        for load in self._loads:
+            if not self._roots.current(load.sequence):
+                load.end(MissReason.ABSENT)
+
+    def _touch(self, match: Ready) -> None:
+        self._lookup.touch(match)
+        self._tenancy.wishes.found(match.sequence, [hit.key for hit in match.hits])
 
     def _filled(self, fill: Fill, layout: KVLayout) -> None:
         """Let what has come up go where it is missing."""
+        if fill.failure is None and not self._closed:
+            self._spread(fill.record.entry.key, layout, _FEATURES)
+
+    def _spread(self, key: ChunkKey, layout: KVLayout, features: Features) -> None:
+        """Offer a chunk that is in DRAM to every tier that may lack it."""
+        if self._writeout is not None:
+            self._writeout.note(key, layout, features)
+        if self._room is not None:
+            self._room.note(key, layout, features)
+        self._pump()
+
+    def _pump(self) -> None:
+        for each in (self._writeout, self._room):
+            if each is not None:
+                each.pump()
 
     def _left_dram(self, key: ChunkKey) -> None:
         self._counters[Tier.DRAM].evicted_chunks += 1
         if self._writeout is not None:
             self._writeout.drop(key)
+        if self._room is not None:
+            self._room.left_dram(key)
 
     def _left_disk(self, key: ChunkKey) -> None:
         self._counters[Tier.DISK].evicted_chunks += 1
@@ -415,8 +480,11 @@ class Cache:
                 load.keep_deadline()
             for opener in self._openers:
                 opener.tick()
+            self._tenancy.tick()
             if self._writeout is not None:
                 self._writeout.pump()
+            if self._room is not None:
+                self._room.tick()
             line = self._state_line()
         if line is not None:
             _log.warning("%s", line)

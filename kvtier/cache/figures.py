@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvtier.cache.fill import Filler
+from kvtier.cache.remote_room import RemoteRoom
 from kvtier.cache.store import Storer
 from kvtier.cache.writeout import Writeout
 from kvtier.config import CacheConfig
@@ -21,6 +22,7 @@ def cache_stats(
     storer: Storer,
     filler: Filler,
     writeout: Writeout | None,
+    room: RemoteRoom | None,
     *,
     loads_inflight: int,
 ) -> CacheStats:
@@ -28,11 +30,14 @@ def cache_stats(
     tiers = [_dram_stats(config, counters, dram)]
     if disk is not None:
         tiers.append(_disk_stats(config, counters, disk))
+    if room is not None:
+        tiers.append(room.stats(config.codec))
+    queued = writeout.dirty_count + writeout.inflight_count if writeout else 0
     return CacheStats(
         tiers=tuple(tiers),
         loads_inflight=loads_inflight,
         stores_inflight=storer.inflight_count,
-        writes_queued=writeout.dirty_count + writeout.inflight_count if writeout else 0,
+        writes_queued=queued + (room.waiting_count if room else 0),
         late_jobs=filler.late_count,
         tenants=counters.tenants(),
         saved_compute_s=counters.saved_compute_s,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from kvtier.cache.match import Ready
 from kvtier.cache.planner import present_groups, usable_chunks
+from kvtier.cache.remote_room import RemoteRoom
 from kvtier.cache.sequence import Sequence
 from kvtier.cache.shapes import Shapes
 from kvtier.cache.writeout import Writeout
@@ -13,7 +15,20 @@ from kvtier.obs.counters import Counters
 from kvtier.obs.events import EventLog
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.dram import DramTier
-from kvtier.types import ChunkHit, MissReason, ShardId, Tier
+from kvtier.types import ChunkHit, ChunkKey, MissReason, ShardId, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is held of a sequence, and the first chunk of which it is not known: None: all is."""
+
+    hits: tuple[ChunkHit, ...]
+    unknown: int | None
+
+    @property
+    def remote_count(self) -> int:
+        """Chunks that only a remote holds."""
+        return sum(hit.tier is Tier.REMOTE for hit in self.hits)
 
 
 class Lookup:
@@ -23,6 +38,7 @@ class Lookup:
         self,
         dram: DramTier,
         disk: DiskTier | None,
+        room: RemoteRoom | None,
         writeout: Writeout | None,
         shapes: Shapes,
         counters: Counters,
@@ -30,12 +46,13 @@ class Lookup:
     ) -> None:
         self._dram = dram
         self._disk = disk
+        self._room = room
         self._writeout = writeout
         self._shapes = shapes
         self._counters = counters
         self._events = events
 
-    def hits(self, sequence: Sequence) -> tuple[ChunkHit, ...]:
+    def find(self, sequence: Sequence) -> Found:
         """Return the longest usable prefix, each chunk with the fastest tier that holds it."""
         layout = sequence.layout
         whole = self._shapes.shards(layout)
@@ -46,7 +63,10 @@ class Lookup:
         hits: list[ChunkHit] = []
         present: list[frozenset[int]] = []
         usable: dict[str, bool] = {}  # By codec: chunks of one sequence have few.
+        remotes = self._room.remotes if self._room is not None else None
+        unknown: int | None = None
         for key in sequence.chunk_keys:
+            tier = Tier.DRAM
             codec: str
             shards: Collection[ShardId]
             record = self._dram.index.ready(key)
@@ -54,6 +74,13 @@ class Lookup:
                 codec, shards = record.codec, record.places.keys()
             elif disk is not None and (found := disk.find(key)) is not None:
                 codec, shards = found
+                tier = Tier.DISK
+            elif remotes is not None:
+                there = remotes.look(key)
+                if not there:
+                    unknown = len(hits) if there is None else None
+                    break
+                codec, shards, tier = remotes.codec_of(sequence, key), there, Tier.REMOTE
             else:
                 break
             if codec not in usable:
@@ -63,8 +90,19 @@ class Lookup:
             if not usable[codec]:
                 break
             present.append(every if whole == shards else present_groups(layout, shards))
-            hits.append(ChunkHit(key, Tier.DISK if record is None else Tier.DRAM))
-        return tuple(hits[: usable_chunks(layout, present)])
+            hits.append(ChunkHit(key, tier))
+        return Found(tuple(hits[: usable_chunks(layout, present)]), unknown)
+
+    def waits(self, sequence: Sequence, found: Found, now: float, patience_s: float) -> bool:
+        """Have the remotes asked for what is not known; tell whether that is to be waited for."""
+        if found.unknown is None or self._room is None:
+            sequence.pending_until = None
+            return False
+        if sequence.pending_until is None:
+            sequence.pending_until = now + patience_s
+        first = found.unknown
+        coming = self._room.remotes.ask(sequence, first, found.remote_count, self._held)
+        return coming and now < sequence.pending_until
 
     def touch(self, match: Ready) -> None:
         """Note a request's access to all that a match found, the deepest chunk first; once."""
@@ -78,6 +116,8 @@ class Lookup:
             self._disk.touch(keys, sequence.features)
             for hit in match.hits:  # Parents first: where a parent is not written, no child is.
                 self._writeout.note(hit.key, sequence.layout, sequence.features)
+        if self._room is not None:
+            self._room.touch(match)
         if self._events is not None:
             sequence.teach(self._events, range(len(match.hits)))
 
@@ -93,5 +133,14 @@ class Lookup:
             tier = match.hits[chunk].tier if chunk < len(match.hits) else None
             if tier is not Tier.DRAM:
                 self._counters.note_miss(salt, Tier.DRAM, MissReason.ABSENT, tokens)
-            if tier is None and self._disk is not None:
+            if tier in {None, Tier.REMOTE} and self._disk is not None:
                 self._counters.note_miss(salt, Tier.DISK, reason, tokens)
+            if tier is None and self._room is not None:
+                away = not self._room.remotes.answers
+                why = MissReason.UNAVAILABLE if away else MissReason.ABSENT
+                self._counters.note_miss(salt, Tier.REMOTE, why, tokens)
+
+    def _held(self, key: ChunkKey) -> bool:
+        if self._dram.index.ready(key) is not None:
+            return True
+        return self._disk is not None and self._disk.find(key) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvtier.cache.remote_room import RemoteRoom
 from kvtier.cache.writeout import Writeout
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.dram import DramTier
@@ -9,7 +10,13 @@ from kvtier.tiers.index import State
 from kvtier.types import ChunkKey
 
 
-def remove(key: ChunkKey, dram: DramTier, disk: DiskTier | None, writeout: Writeout | None) -> bool:
+def remove(
+    key: ChunkKey,
+    dram: DramTier,
+    disk: DiskTier | None,
+    writeout: Writeout | None,
+    room: RemoteRoom | None = None,
+) -> bool:
     """Take a chunk out of sight; under the cache's lock. False: not all of it could go yet.
 
     Files are unlinked in the background. What a write, a fill or a store has under way comes to
@@ -24,6 +31,9 @@ def remove(key: ChunkKey, dram: DramTier, disk: DiskTier | None, writeout: Write
             return False  # It is being written or read.
         if writeout is not None:
             writeout.left_disk(key)
+    if room is not None:
+        room.left_dram(key)
+        room.remove(key)
     if record is not None and record.pins:
         dram.abandon(record)
         if writeout is not None:

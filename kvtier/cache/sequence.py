@@ -41,6 +41,8 @@ class Sequence:
         self._chunk_keys: list[ChunkKey] = []
         self._unfinished = b""
         self._contents: list[Content] | None = [] if keep_tokens else None
+        #: Until when its lookups wait for a remote; None: nothing is asked for it.
+        self.pending_until: float | None = None
         self.touched = False  # Whether its request was noted as an access to what was found.
         #: How many of its first chunks the engine has from a lossy codec.
         self.lossy_chunks = 0

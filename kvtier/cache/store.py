@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from kvtier.cache.planner import ChunkShape, shard_writers, store_moves
 from kvtier.cache.plans import OpenPlans
+from kvtier.cache.remote_room import RemoteRoom
 from kvtier.cache.sequence import Sequence
 from kvtier.cache.shapes import Shapes
+from kvtier.cache.tenancy import Tenancy
 from kvtier.cache.writeout import Writeout
 from kvtier.constants import STORE_CHUNKS_INFLIGHT_MAX, STORE_DEADLINE_S
 from kvtier.interfaces import Clock
@@ -50,6 +52,7 @@ class Storer:
         dram: DramTier,
         disk: DiskTier | None,
         writeout: Writeout | None,
+        room: RemoteRoom | None,
         shapes: Shapes,
         plans: OpenPlans,
         counters: TierCounters,
@@ -58,10 +61,12 @@ class Storer:
         disk_codec: str | None,
         workers: SequenceOf[Placement],
         events: EventLog | None,
+        tenancy: Tenancy,
     ) -> None:
         self._dram = dram
         self._disk = disk
         self._writeout = writeout
+        self._room = room
         self._shapes = shapes
         self._plans = plans
         self._counters = counters
@@ -70,6 +75,7 @@ class Storer:
         self._disk_codec = disk_codec
         self._workers = workers
         self._events = events
+        self._tenancy = tenancy
         self.inflight_count = 0
         self._staging_count = 0
 
@@ -144,6 +150,10 @@ class Storer:
             return None
         key, parent = sequence.chunk_keys[chunk], sequence.entry_parent(chunk)
         entry = Entry(key, parent, shape.chunk_bytes, chunk, sequence.features)
+        if not self._tenancy.quotas.room_in_dram(sequence.root, entry):
+            sequence.refused = MissReason.QUOTA
+            self._counters.refused_chunks[MissReason.QUOTA] += 1
+            return None
         record = self._dram.reserve(entry, sequence.root, shape.codec, shape.sizes)
         if record is None and self._disk is not None and entry.nbytes <= self._dram.capacity_bytes:
             before = reversed(sequence.chunk_keys[:chunk])
@@ -152,6 +162,8 @@ class Storer:
         if record is None:
             sequence.refused = MissReason.NO_ROOM
             self._counters.refused_chunks[MissReason.NO_ROOM] += 1
+        else:
+            self._tenancy.wishes.stored(sequence, entry)
         return record
 
     def _stage(self, sequence: Sequence, chunk: int) -> DramRecord | None:
@@ -167,6 +179,8 @@ class Storer:
         if self._dram.index.get(key) is not None:
             return None
         entry = Entry(key, None, shape.chunk_bytes, chunk)
+        if not self._tenancy.quotas.room_in_dram(sequence.root, entry):
+            return None
         staged = self._dram.reserve(entry, sequence.root, shape.codec, shape.sizes)
         self._staging_count += staged is not None
         return staged
@@ -190,3 +204,5 @@ class Storer:
             self._counters.written_bytes += record.entry.nbytes
             if self._writeout is not None:
                 self._writeout.note(record.entry.key, layout, record.entry.features, lease)
+            if self._room is not None:
+                self._room.note(record.entry.key, layout, record.entry.features)

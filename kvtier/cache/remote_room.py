@@ -1,0 +1,205 @@
+"""The remote edge of a cache: its remotes, and what goes to each of them."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from kvtier.admission.budget import Budgeted, WriteBudget
+from kvtier.cache.executor import Executor
+from kvtier.cache.match import Ready
+from kvtier.cache.remote_source import Remote
+from kvtier.cache.remotes import Remotes
+from kvtier.cache.shapes import Shapes
+from kvtier.cache.upload import Uploader
+from kvtier.config import CacheConfig, RemoteConfig
+from kvtier.constants import REMOTE_CAPACITY_BYTES
+from kvtier.errors import ConfigError
+from kvtier.interfaces import AdmissionPolicy, Clock, Connector
+from kvtier.keys import shard_key
+from kvtier.obs.counters import Counters
+from kvtier.obs.stats import TierStats
+from kvtier.registry import admissions, policies
+from kvtier.tiers.dram import DramTier
+from kvtier.tiers.remote.channel import Channel
+from kvtier.tiers.remote.holdings import Holdings
+from kvtier.tiers.remote.tier import RemoteTier
+from kvtier.types import ChunkKey, Features, KVLayout, ShardId, Tier
+
+#: The shard of a chunk that has but one.
+_ONLY = ShardId(0, 0, 0)
+
+
+class RemoteRoom:
+    """Owns the remotes and their uploads. Used under the cache's lock, but for ``close``."""
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        connect: Callable[[str], Connector],
+        dram: DramTier,
+        executor: Executor,
+        lock: threading.Lock,
+        counters: Counters,
+        clock: Clock,
+        shapes: Shapes,
+    ) -> None:
+        """Open every connector. Raises ``ConfigError``, ``RegistryError``, ``MissingExtraError``.
+
+        Then nothing is left open. A store that is down is no error: it is tried again.
+        """
+        self._counters = counters
+        self._uploaders: list[Uploader] = []
+        opened: list[Remote] = []
+        try:
+            for number, each in enumerate(config.remotes):
+                admission = _admission(each)
+                remote = self._open(number, each, connect, lock, clock)
+                opened.append(remote)
+                self._uploaders.append(
+                    Uploader(
+                        remote, dram, executor, lock, counters, clock, shapes, each.mode, admission
+                    )
+                )
+        except BaseException:
+            for remote in opened:
+                remote.channel.close(1.0)
+            raise
+        self.remotes = Remotes(opened, executor, lock, clock, shapes, config.codec)
+
+    @property
+    def waiting_count(self) -> int:
+        """Chunks that are to be written to a remote, or are being written."""
+        return sum(uploader.waiting_count for uploader in self._uploaders)
+
+    def note(self, key: ChunkKey, layout: KVLayout, features: Features) -> None:
+        """Note an access to a chunk: if it is whole in DRAM, it may belong in a remote too."""
+        for uploader in self._uploaders:
+            uploader.note(key, layout, features)
+
+    def touch(self, match: Ready) -> None:
+        """Note a request's access to all that a match found."""
+        keys = [hit.key for hit in reversed(match.hits)]
+        for remote in self.remotes.all:
+            if remote.tier.holdings is not None:
+                remote.tier.holdings.touch(keys, match.sequence.features)
+        for hit in match.hits:
+            self.note(hit.key, match.sequence.layout, match.sequence.features)
+
+    def left_dram(self, key: ChunkKey) -> None:
+        """Note that a chunk leaves DRAM."""
+        for uploader in self._uploaders:
+            uploader.left_dram(key)
+
+    def remove(self, key: ChunkKey) -> None:
+        """Have a chunk deleted everywhere, as far as is known what there is of it."""
+        for remote in self.remotes.all:
+            shards: Iterable[ShardId] = {*(remote.tier.shards(key) or ()), _ONLY}
+            remote.tier.lose(key)
+            objects = [shard_key(key, shard) for shard in shards]
+            remote.channel.submit(remote.channel.delete(objects))
+
+    def pump(self) -> None:
+        """Start what may be out."""
+        for uploader in self._uploaders:
+            uploader.pump()
+
+    def tick(self) -> None:
+        """Start what is due."""
+        self.remotes.tick()
+        self.pump()
+
+    def flush(self) -> None:
+        """From now on write everything, whatever the mode."""
+        for uploader in self._uploaders:
+            uploader.flush()
+
+    def close(self, timeout_s: float) -> None:
+        """End the connectors; one that hangs is left behind."""
+        for remote in self.remotes.all:
+            remote.channel.close(timeout_s)
+
+    def stats(self, codec: str) -> TierStats:
+        """Count all remotes together, now."""
+        tiers = [remote.tier for remote in self.remotes.all]
+        holdings = [tier.holdings for tier in tiers if tier.holdings is not None]
+        state, detail = self.remotes.state
+        return TierStats(
+            tier=Tier.REMOTE,
+            state=state,
+            detail=detail,
+            capacity_bytes=sum(each.capacity_bytes for each in holdings),
+            used_bytes=sum(each.used_bytes for each in holdings),
+            chunks=sum(len(each.index) for each in holdings),
+            pinned_chunks=sum(each.index.pinned_count for each in holdings),
+            quarantined_files=0,
+            counters=self._counters[Tier.REMOTE].copy(),
+            codec=codec,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise ``AssertionError`` where the books do not agree with themselves."""
+        self.remotes.check_integrity()
+        for uploader in self._uploaders:
+            uploader.check_integrity()
+
+    def _open(
+        self,
+        number: int,
+        config: RemoteConfig,
+        connect: Callable[[str], Connector],
+        lock: threading.Lock,
+        clock: Clock,
+    ) -> Remote:
+        holdings = None
+        if config.capacity_bytes:
+            policy = policies.load(config.policy)
+            holdings = Holdings(config.capacity_bytes, policy, clock, partial(self._left, number))
+        # Not the same for any two processes: they must not come back in step.
+        draws = random.Random(os.urandom(8))  # noqa: S311
+        tier = RemoteTier(
+            number,
+            clock,
+            draws,
+            ttl_s=config.ttl_s,
+            absent_s=config.absent_s,
+            holdings=holdings,
+        )
+
+        def slow() -> None:
+            with lock:
+                tier.slow()
+
+        channel = Channel(
+            partial(connect, config.url),
+            clock,
+            draws,
+            slow,
+            connections=config.connections,
+            deadline_s=config.deadline_s,
+            name=str(number),
+        )
+        if holdings is not None and not channel.listable:
+            channel.close(1.0)
+            raise ConfigError(
+                "remotes.capacity_bytes: this connector cannot list what it holds, so that only "
+                "the store itself can bound it; allowed is 0"
+            )
+        return Remote(tier, channel)
+
+    def _left(self, number: int, key: ChunkKey) -> None:
+        """Note that a remote of ours alone gave a chunk up."""
+        self._counters[Tier.REMOTE].evicted_chunks += 1
+        self.remotes.all[number].tier.evicted(key)
+        self._uploaders[number].left_remote(key)
+
+
+def _admission(config: RemoteConfig) -> AdmissionPolicy:
+    capacity_bytes = config.capacity_bytes or REMOTE_CAPACITY_BYTES
+    admission: AdmissionPolicy = admissions.load(config.admission)(capacity_bytes)
+    if config.write_bytes_per_day:
+        admission = Budgeted(admission, WriteBudget(config.write_bytes_per_day))
+    return admission

@@ -1,0 +1,121 @@
+"""The remote tier's books: what is known of one remote, whether it is asked, what it may hold.
+
+Decides under the cache's lock; ``Channel`` does, without it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+
+from kvtier.constants import LATE_JOBS_MAX, REMOTE_CODECS_MAX, REMOTE_KNOWN_CHUNKS_MAX
+from kvtier.errors import ConnectorRefusedError, DeadlineError, KVTierError
+from kvtier.interfaces import Clock
+from kvtier.tiers.remote.asked import Asked
+from kvtier.tiers.remote.breaker import Breaker, BreakerState
+from kvtier.tiers.remote.holdings import Holdings
+from kvtier.types import ChunkKey, ShardId
+
+_NOTHING: frozenset[ShardId] = frozenset()
+
+
+class RemoteTier:
+    """Owns breaker, knowledge and holdings of one remote. Used under the cache's lock.
+
+    ``holdings`` are None where others write to the remote too: then nothing bounds it but itself.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        clock: Clock,
+        draws: random.Random,
+        *,
+        ttl_s: float,
+        absent_s: float,
+        holdings: Holdings | None,
+    ) -> None:
+        self.number = number
+        self.holdings = holdings
+        self.breaker = Breaker(draws)
+        self.late_count = 0  # Reads that are overdue and have not ended.
+        self.refusing = ""  # Why it takes no writes although it answers; empty: it does.
+        self._clock = clock
+        self._asked = Asked(there_s=ttl_s, absent_s=absent_s, chunks_max=REMOTE_KNOWN_CHUNKS_MAX)
+        self._codecs: OrderedDict[bytes, str] = OrderedDict()
+
+    @property
+    def answers(self) -> bool:
+        """True when requests may ask it now: its breaker is closed and few answers are overdue."""
+        return self.breaker.closed and self.late_count < LATE_JOBS_MAX
+
+    @property
+    def writable(self) -> bool:
+        """True when a write may be started now."""
+        return self.answers and (self.holdings is None or self.holdings.listed)
+
+    @property
+    def state(self) -> tuple[str, str]:
+        """One word for how it is doing, ``ok`` when well, and the latest fault."""
+        breaker = self.breaker
+        if breaker.state is not BreakerState.CLOSED:
+            return breaker.word, f"{breaker.detail}; breaker {breaker.state.value}"
+        if self.late_count >= LATE_JOBS_MAX:
+            return "slow", f"{self.late_count} answers are overdue; breaker closed"
+        if self.refusing:
+            return "full", self.refusing
+        if self.holdings is not None and not self.holdings.listed:
+            return "opening", "listing what it holds"
+        return "ok", ""
+
+    def shards(self, key: ChunkKey) -> frozenset[ShardId] | None:
+        """Return the shards of a chunk that are there, none at all included; None: not known."""
+        said = self._asked.shards(key, self._clock.now())
+        if said is not None or self.holdings is None or not self.holdings.listed:
+            return said
+        record = self.holdings.index.ready(key)
+        return frozenset(record.places) if record is not None else _NOTHING
+
+    def learn(self, key: ChunkKey, shards: frozenset[ShardId]) -> None:
+        """Take an answer in: which shards of a chunk are there."""
+        self._asked.learn(key, shards, self._clock.now())
+
+    def lose(self, key: ChunkKey) -> None:
+        """Take in that a chunk is not there after all, or of no use."""
+        self._asked.learn_absent(key, self._clock.now())
+        if self.holdings is not None:
+            record = self.holdings.index.ready(key)
+            if record is not None:
+                self.holdings.forget(record)
+
+    def codec_of(self, root: bytes) -> str | None:
+        """Return the codec in which chunks of a namespace were last found to lie there."""
+        return self._codecs.get(root)
+
+    def learn_codec(self, root: bytes, codec: str) -> None:
+        """Take in the codec that a header told."""
+        self._codecs[root] = codec
+        self._codecs.move_to_end(root)
+        if len(self._codecs) > REMOTE_CODECS_MAX:
+            self._codecs.popitem(last=False)
+
+    def succeeded(self, *, probe: bool = False) -> None:
+        """Note that it did what was asked."""
+        if probe:
+            self._asked.forget_absent()  # While it failed it may have found nothing.
+        self.breaker.success(probe=probe)
+
+    def evicted(self, key: ChunkKey) -> None:
+        """Take in that a chunk was made to leave."""
+        self._asked.learn_absent(key, self._clock.now())
+
+    def slow(self) -> None:
+        """Note that an answer is overdue."""
+        self.breaker.failure("slow", "no answer in time", self._clock.now())
+
+    def failed(self, fault: OSError | KVTierError) -> None:
+        """Note a fault or an answer that is overdue. What it merely refuses is none."""
+        if isinstance(fault, ConnectorRefusedError):
+            return
+        word = "slow" if isinstance(fault, DeadlineError) else "failing"
+        self.breaker.failure(word, str(fault), self._clock.now())
