@@ -237,6 +237,9 @@ OPTIONS: Final[tuple[Option, ...]] = (
     Option("weights_id", _weights_id, "", "ID", "declares what the weights are (their digest)"),
     Option("no_cache", _switch, False, "", "no tiers below HBM"),
     Option("access_log", _maybe_path, "", "PATH", "file with a line per request (no log)"),
+    Option("kv_events", _text, "", "ENDPOINT", "where KV events are published (nowhere)"),
+    Option("tenant_metrics", _switch, False, "", "metrics by tenant too, named by a digest"),
+    Option("traces", _switch, False, "", "OpenTelemetry spans of matches, loads and stores"),
     Option(
         "drain_seconds",
         _seconds,

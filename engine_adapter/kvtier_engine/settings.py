@@ -34,7 +34,7 @@ _DISK_ONLY: Final = (
     "disk_codec",
     "durability",
 )
-_CACHE_ONLY: Final = ("dram", "policy", "disk", *_DISK_ONLY, "codec")
+_CACHE_ONLY: Final = ("dram", "policy", "disk", *_DISK_ONLY, "codec", "kv_events", "traces")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,9 @@ class EngineConfig:
     weights_id: str
     no_cache: bool
     access_log: str
+    kv_events: str
+    tenant_metrics: bool
+    traces: bool
     drain_seconds: float
 
     def __repr__(self) -> str:
@@ -92,7 +95,13 @@ class EngineConfig:
                 write_bytes_per_day=self.disk_write_bytes_per_day,
                 codec=self.disk_codec or None,
             )
-        return CacheConfig(dram_bytes=self.dram, disk=disk, codec=self.codec, policy=self.policy)
+        return CacheConfig(
+            dram_bytes=self.dram,
+            disk=disk,
+            codec=self.codec,
+            policy=self.policy,
+            events=bool(self.kv_events),
+        )
 
 
 @dataclass(frozen=True, slots=True)
