@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from kvtier.cache.below import Below
@@ -30,6 +31,7 @@ from kvtier.cache.removal import remove
 from kvtier.cache.roots import Roots
 from kvtier.cache.sequence import Sequence
 from kvtier.cache.shapes import Shapes
+from kvtier.cache.spans import record_fill, record_match
 from kvtier.cache.state_log import StateLog
 from kvtier.cache.store import Storer
 from kvtier.cache.tenancy import make_tenancy
@@ -43,6 +45,7 @@ from kvtier.errors import ConfigError
 from kvtier.interfaces import Clock, Connector
 from kvtier.obs.counters import Counters
 from kvtier.obs.events import EventLog
+from kvtier.obs.spans import Spans
 from kvtier.obs.stats import CacheStats
 from kvtier.registry import connect as connect_url
 from kvtier.registry import policies
@@ -81,13 +84,15 @@ class Cache:
         clock: Clock | None = None,
         files: FileSystem | None = None,
         connect: Callable[[str], Connector] = connect_url,
+        spans: Spans | None = None,
     ) -> None:
         """Map and touch the arena (about a second per 4 GiB) and begin to open the disk.
 
         Waits for the disk's epochs, at most a second where it does not answer. Raises
         ``ConfigError`` for settings that cannot be, ``RegistryError`` for an unknown policy or
         codec. A disk or remote that cannot be used is no error: it is tried again.
-        ``files`` stands in for the operating system's file system, ``connect`` opens remotes.
+        ``files`` stands in for the operating system's file system, ``connect`` opens remotes,
+        ``spans`` is told of every match, load, fill and store.
         """
         store = CalibrationStore(Path(config.disk.path, "calibrations")) if config.disk else None
         self._shapes = Shapes(KnownCodecs(store))
@@ -124,6 +129,7 @@ class Cache:
         if config.remotes:
             work = (self._executor, self._lock, self._counters, self._clock, self._shapes)
             self._room = RemoteRoom(config, connect, self._dram, *work)
+            self._room.watch(self._log)
         self._pending_until = self._clock.now() + config.pending_deadline_s
         tiers = (self._dram, self._disk)
         self._tenancy = make_tenancy(
@@ -134,6 +140,7 @@ class Cache:
             (self._dram, kept),
             self._kept_disk,
             self._writeout,
+            self._room,
             left_disk=self._left_disk,
             end_loads=self._end_stale_loads,
             save=lambda: save_epochs_everywhere(self._openers),
@@ -142,8 +149,15 @@ class Cache:
         self.tenants, self.pins = self._tenancy.tenants, self._tenancy.pins
         if self._writeout is not None:
             self._writeout.quotas = self._tenancy.quotas
+        self._spans = spans
         filler = Filler(
-            self._dram, self._lock, self._counters, self._clock, self._shapes, self._filled
+            self._dram,
+            self._lock,
+            self._counters,
+            self._clock,
+            self._shapes,
+            self._filled,
+            None if spans is None else partial(record_fill, spans),
         )
         remotes = self._room.remotes if self._room is not None else None
         self._below = Below(*tiers, remotes, filler, self._executor, self._shapes)
@@ -162,6 +176,7 @@ class Cache:
             config.disk_codec,
             config.workers,
             self._log,
+            spans,
             self._tenancy,
         )
         self._context = LoadContext(
@@ -173,6 +188,7 @@ class Cache:
             counters=self._counters,
             plans=self._plans,
             shapes=self._shapes,
+            spans=spans,
         )
         self._executor.start()
         for opener in self._openers:
@@ -269,6 +285,15 @@ class Cache:
         ``Pending`` only while the disk is being opened or a remote is asked, and within the
         configured deadline.
         """
+        if self._spans is None:
+            return self._match(sequence)
+        begun_s = self._clock.now()
+        match = self._match(sequence)
+        seconds = self._clock.now() - begun_s
+        record_match(self._spans, match, sequence.token_count, seconds)
+        return match
+
+    def _match(self, sequence: Sequence) -> Ready | Pending:
         with self._lock:
             disk = self._disk
             if disk is not None and not disk.opened and disk.state[0] == "opening":
@@ -375,9 +400,7 @@ class Cache:
         False: one that is being stored, read or written, which stays as it is; ask again.
         """
         with self._lock:
-            return [
-                remove(key, self._dram, self._disk, self._writeout, self._room) for key in keys
-            ]
+            return [remove(key, self._dram, self._disk, self._writeout, self._room) for key in keys]
 
     def stats(self) -> CacheStats:
         """Count everything, now."""
@@ -391,6 +414,7 @@ class Cache:
                 self._below.filler,
                 self._writeout,
                 self._room,
+                self._log,
                 loads_inflight=sum(load.outcome is None for load in self._loads),
             )
 

@@ -8,6 +8,7 @@ from kvtier.cache.store import Storer
 from kvtier.cache.writeout import Writeout
 from kvtier.config import CacheConfig
 from kvtier.obs.counters import Counters
+from kvtier.obs.events import EventLog
 from kvtier.obs.stats import CacheStats, TierStats
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.dram import DramTier
@@ -23,6 +24,7 @@ def cache_stats(
     filler: Filler,
     writeout: Writeout | None,
     room: RemoteRoom | None,
+    events: EventLog | None,
     *,
     loads_inflight: int,
 ) -> CacheStats:
@@ -42,6 +44,7 @@ def cache_stats(
         tenants=counters.tenants(),
         saved_compute_s=counters.saved_compute_s,
         lost_compute_s=counters.lost_compute_s,
+        events_dropped=events.dropped_count if events is not None else 0,
     )
 
 

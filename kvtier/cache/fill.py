@@ -120,7 +120,8 @@ class Fill:
 class Filler:
     """Starts fills and settles them. Used under the cache's lock, which its callbacks take.
 
-    ``on_filled`` is called under the lock with each fill that has come to an end in time.
+    ``on_filled`` is called under the lock with each fill that has come to an end in time, and
+    ``on_end`` with any and the seconds that it took.
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class Filler:
         clock: Clock,
         shapes: Shapes,
         on_filled: Callable[[Fill, KVLayout], None],
+        on_end: Callable[[Fill, float], None] | None = None,
     ) -> None:
         self._dram = dram
         self._shapes = shapes
@@ -138,6 +140,7 @@ class Filler:
         self._counters = counters
         self._clock = clock
         self._on_filled = on_filled
+        self._on_end = on_end
         self._running: dict[ChunkKey, Fill] = {}
         self.late_count = 0  # Reads that are overdue and have not ended.
 
@@ -202,6 +205,8 @@ class Filler:
             del self._running[origin.key]
             unwanted = isinstance(outcome, UnwantedError)
             fill.failure = MissReason.CANCELLED if unwanted else fill.source.settle(outcome)
+            if self._on_end is not None:
+                self._on_end(fill, self._clock.now() - fill.started)
             if isinstance(outcome, DeadlineError):
                 self.late_count += 1
                 self._dram.abandon(fill.record)

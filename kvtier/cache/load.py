@@ -21,7 +21,9 @@ from kvtier.cache.match import Ready
 from kvtier.cache.pieces import Piece, cut_pieces, layers_arrived, sections_below
 from kvtier.cache.planner import load_moves, needed_groups
 from kvtier.cache.plans import OpenPlans
+from kvtier.cache.sequence import Sequence
 from kvtier.cache.shapes import Shapes
+from kvtier.cache.spans import record_load
 from kvtier.constants import (
     LOAD_BYTES_INFLIGHT,
     LOAD_CHUNKS_INFLIGHT_MAX,
@@ -31,6 +33,7 @@ from kvtier.constants import (
 )
 from kvtier.interfaces import Clock
 from kvtier.obs.counters import Counters
+from kvtier.obs.spans import Spans
 from kvtier.tiers.dram import DramRecord, DramTier
 from kvtier.types import (
     Blocks,
@@ -58,6 +61,7 @@ class LoadContext:
     counters: Counters
     plans: OpenPlans
     shapes: Shapes
+    spans: Spans | None = None
 
 
 class Load:
@@ -71,6 +75,7 @@ class Load:
         self._match = match
         self._blocks = blocks
         self._deadline = deadline
+        self._begun_s = context.clock.now()
         self._layout = match.sequence.layout
         self._pieces = cut_pieces(match, blocks)
         self._failed_at = len(self._pieces)
@@ -126,9 +131,10 @@ class Load:
         if self._outcome is None and self._expire():
             self._settle()
 
-    def of(self, root: bytes) -> bool:
-        """Tell whether the load is of the namespace and epoch with that digest."""
-        return self._match.sequence.root == root
+    @property
+    def sequence(self) -> Sequence:
+        """What it is a load of."""
+        return self._match.sequence
 
     def pin(self) -> None:
         """Pin what the match found, as far as it is still there; under the cache's lock."""
@@ -335,6 +341,9 @@ class Load:
             for piece in self._pieces:
                 piece.release()
             self._outcome = self._conclude()
+            if self._context.spans is not None:
+                seconds = self._context.clock.now() - self._begun_s
+                record_load(self._context.spans, self._outcome, seconds)
 
     def _conclude(self) -> LoadOutcome:
         valid = self._failed_at if self._windows_hold() else 0

@@ -21,6 +21,7 @@ from kvtier.errors import ConfigError
 from kvtier.interfaces import AdmissionPolicy, Clock, Connector
 from kvtier.keys import shard_key
 from kvtier.obs.counters import Counters
+from kvtier.obs.events import EventLog
 from kvtier.obs.stats import TierStats
 from kvtier.registry import admissions, policies
 from kvtier.tiers.dram import DramTier
@@ -69,6 +70,12 @@ class RemoteRoom:
                 remote.channel.close(1.0)
             raise
         self.remotes = Remotes(opened, executor, lock, clock, shapes, config.codec)
+
+    def watch(self, events: EventLog | None) -> None:
+        """Note in ``events``, if any, what comes and goes where nobody else writes."""
+        for remote in self.remotes.all:
+            if remote.tier.holdings is not None:
+                remote.tier.holdings.index.watch(events, Tier.REMOTE)
 
     @property
     def waiting_count(self) -> int:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import partial
 
 from kvtier.cache.planner import ChunkShape, shard_writers, store_moves
 from kvtier.cache.plans import OpenPlans
 from kvtier.cache.remote_room import RemoteRoom
 from kvtier.cache.sequence import Sequence
 from kvtier.cache.shapes import Shapes
+from kvtier.cache.spans import record_store
 from kvtier.cache.tenancy import Tenancy
 from kvtier.cache.writeout import Writeout
 from kvtier.constants import STORE_CHUNKS_INFLIGHT_MAX, STORE_DEADLINE_S
 from kvtier.interfaces import Clock
 from kvtier.obs.events import EventLog
+from kvtier.obs.spans import Spans
 from kvtier.obs.stats import TierCounters
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.dram import DramRecord, DramTier
@@ -61,6 +64,7 @@ class Storer:
         disk_codec: str | None,
         workers: SequenceOf[Placement],
         events: EventLog | None,
+        spans: Spans | None,
         tenancy: Tenancy,
     ) -> None:
         self._dram = dram
@@ -75,6 +79,7 @@ class Storer:
         self._disk_codec = disk_codec
         self._workers = workers
         self._events = events
+        self._spans = spans
         self._tenancy = tenancy
         self.inflight_count = 0
         self._staging_count = 0
@@ -128,7 +133,7 @@ class Storer:
             deadline=self._clock.now() + STORE_DEADLINE_S,
             moves=tuple(moves),
         )
-        self._plans.open(plan, lambda reason: self._end(stored, layout, reason))
+        self._plans.open(plan, partial(self._end, stored, layout, self._clock.now()))
         return plan
 
     def _held(self, key: ChunkKey, shape: ChunkShape) -> bool:
@@ -185,7 +190,12 @@ class Storer:
         self._staging_count += staged is not None
         return staged
 
-    def _end(self, stored: list[_Stored], layout: KVLayout, reason: MissReason | None) -> None:
+    def _end(
+        self, stored: list[_Stored], layout: KVLayout, begun_s: float, reason: MissReason | None
+    ) -> None:
+        if self._spans is not None:
+            records, seconds = [pair.record for pair in stored], self._clock.now() - begun_s
+            record_store(self._spans, records, layout.chunk_tokens, reason, seconds)
         self.inflight_count -= len(stored)
         self._staging_count -= sum(pair.staged is not None for pair in stored)
         for pair in stored:

@@ -153,6 +153,7 @@ class CacheStats:
     saved_compute_s: float = 0.0
     lost_compute_s: float = 0.0
     costs: CostStats = field(default_factory=CostStats)
+    events_dropped: int = 0
 
     @property
     def degraded(self) -> bool:

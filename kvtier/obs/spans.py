@@ -1,0 +1,53 @@
+"""Spans: what was done, when it began and how long it took, for a tracing system.
+
+A span is told once it is over, so what goes on costs nothing, and without a listener the only cost
+is to see that there is none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from kvtier.errors import ConfigError, MissingExtraError
+
+Attribute = str | int | float | bool
+
+
+class Spans(Protocol):
+    """Whoever listens. Called under the cache's lock: returns at once, and raises nothing."""
+
+    def record(self, name: str, seconds: float, attributes: Mapping[str, Attribute]) -> None:
+        """Take a span that took so long and ends now."""
+        ...
+
+
+class OtelSpans:
+    """Hands spans to OpenTelemetry. What exports them batches, so that no request waits for it."""
+
+    def __init__(self, *, wall_ns: Callable[[], int] = time.time_ns) -> None:
+        """Use the process's tracer provider.
+
+        Raises ``MissingExtraError`` without OpenTelemetry, ``ConfigError`` where no provider has
+        been set: all spans would be lost in silence.
+        """
+        try:
+            from opentelemetry import trace
+        except ImportError as error:
+            raise MissingExtraError(
+                'spans need OpenTelemetry: pip install "kvtier[otel]"'
+            ) from error
+        if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+            raise ConfigError(
+                "OpenTelemetry has no tracer provider; opentelemetry-instrument sets one, as does "
+                "opentelemetry.trace.set_tracer_provider"
+            )
+        self._tracer = trace.get_tracer("kvtier")
+        self._wall_ns = wall_ns
+
+    def record(self, name: str, seconds: float, attributes: Mapping[str, Attribute]) -> None:
+        """Hand over a span."""
+        end = self._wall_ns()
+        start = end - int(seconds * 1e9)
+        self._tracer.start_span(name, start_time=start, attributes=attributes).end(end)
