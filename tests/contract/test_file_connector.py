@@ -15,8 +15,8 @@ from kvtier.interfaces import Connector, Listable
 from kvtier.testing.connector_contract import ConnectorContract, get, get_whole, payload_of, put
 from kvtier.types import KeyInfo, ReadRequest, WriteItem
 from kvtier_connectors.files import FileConnector
-from kvtier_connectors.files.connector import SHARES_WAITING_MAX
 from kvtier_connectors.files.folder import KEY_BYTES_MAX, STALE_FILES_MAX, STALE_S, STEP_BYTES
+from kvtier_connectors.threads import SHARES_MAX
 from tests.lib.opened import Opened
 
 
@@ -138,9 +138,9 @@ async def test_too_many_waiting_calls_fail_and_the_others_do_not(
 ) -> None:
     connector = opened(FileConnector(tmp_path, threads=1))
     item = WriteItem(b"key", memoryview(b"data"))
-    calls = [connector.write([item]) for _ in range(SHARES_WAITING_MAX + 3)]
+    calls = [connector.write([item]) for _ in range(SHARES_MAX + 3)]
     outcomes = [outcome for (outcome,) in await asyncio.gather(*calls)]
-    assert outcomes.count(None) == SHARES_WAITING_MAX
+    assert outcomes.count(None) == SHARES_MAX
     assert sum(isinstance(outcome, ConnectorUnavailableError) for outcome in outcomes) == 3
     await put(connector, {b"key": b"data"})
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Final, Self, TypeVar
@@ -18,14 +15,13 @@ from kvtier.errors import ConfigError, ConnectorError, ConnectorUnavailableError
 from kvtier.interfaces import ReadOutcome
 from kvtier.types import KeyInfo, ReadRequest, WriteItem
 from kvtier_connectors.files.folder import Folder, translated
+from kvtier_connectors.threads import Halt, Threads
 
 _Job = TypeVar("_Job")
 _T = TypeVar("_T")
 
 THREADS_DEFAULT: Final = 4
 THREADS_MAX: Final = 64
-#: Shares of batches that may wait for a thread; what comes on top fails rather than waits.
-SHARES_WAITING_MAX: Final = 256
 SYNCS: Final = ("none", "each")
 
 
@@ -55,10 +51,8 @@ class FileConnector:
         if not 1 <= threads <= THREADS_MAX:
             raise ConfigError(f"threads is {threads}; allowed is 1 to {THREADS_MAX}")
         self._folder = Folder(str(folder), sync=sync == "each")
-        self._threads = threads
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvtier-file")
-        self._waiting = 0
-        self._closed = False
+        self._shares_max = threads
+        self._threads = Threads(threads, "kvtier-file")
 
     @classmethod
     def from_url(cls, url: str) -> Self:
@@ -95,8 +89,7 @@ class FileConnector:
 
     async def close(self) -> None:
         """Take no more calls; those that run are finished."""
-        self._closed = True
-        self._pool.shutdown(wait=False)
+        self._threads.close()
 
     async def _listed(self, function: Callable[[], Sequence[_T]]) -> Sequence[_T]:
         (found,) = await self._share_out(lambda call, _: call(), [function])
@@ -105,31 +98,18 @@ class FileConnector:
         return found
 
     async def _share_out(
-        self, function: Callable[[_Job, threading.Event], _T], jobs: Sequence[_Job]
+        self, function: Callable[[_Job, Halt], _T], jobs: Sequence[_Job]
     ) -> list[_T | ConnectorError]:
         """Do the jobs in at most ``threads`` threads; return the outcomes in their order."""
-        count = min(self._threads, len(jobs))
-        if self._closed or self._waiting + count > SHARES_WAITING_MAX:
-            why = "the connector is closed" if self._closed else "too much waits for the files"
-            return [ConnectorUnavailableError(why) for _ in jobs]
-        if count == 0:
-            return []
-        halt = threading.Event()
-        run = wrap(_do_share)
-        shares = [
-            asyncio.ensure_future(run(function, jobs[start::count], halt, executor=self._pool))
-            for start in range(count)
-        ]
-        self._waiting += count
-        try:
-            await asyncio.wait(shares)
-        finally:
-            halt.set()
-            await _ended(shares)
-            self._waiting -= count
-        outcomes: list[_T | ConnectorError] = [ConnectorUnavailableError("") for _ in jobs]
-        for start, share in enumerate(shares):
-            outcomes[start::count] = share.result()
+        count = min(self._shares_max, len(jobs))
+        if refusal := self._threads.refusal(count):
+            return [refusal for _ in jobs]
+        halt = Halt()
+        run, executor = wrap(_do_share), self._threads.executor
+        shares = [run(function, jobs[n::count], halt, executor=executor) for n in range(count)]
+        outcomes: list[_T | ConnectorError] = [ConnectorUnavailableError() for _ in jobs]
+        for start, share in enumerate(await self._threads.gather(shares, halt)):
+            outcomes[start::count] = share
         return outcomes
 
     async def list(self, prefix: bytes) -> AsyncIterator[KeyInfo]:
@@ -144,7 +124,7 @@ class FileConnector:
 
 
 def _do_share(
-    function: Callable[[_Job, threading.Event], _T], jobs: Sequence[_Job], halt: threading.Event
+    function: Callable[[_Job, Halt], _T], jobs: Sequence[_Job], halt: Halt
 ) -> list[_T | ConnectorError]:
     """In a thread: do one job after the other, whatever comes of each."""
     outcomes: list[_T | ConnectorError] = []
@@ -158,15 +138,3 @@ def _do_share(
         except OSError as error:
             outcomes.append(translated(error))
     return outcomes
-
-
-async def _ended(shares: Sequence[asyncio.Future[_T]]) -> None:
-    """Wait for threads that may touch a caller's buffers, however often we are cancelled."""
-    cancelled = False
-    while not all(share.done() for share in shares):
-        try:
-            await asyncio.wait(shares)
-        except asyncio.CancelledError:
-            cancelled = True
-    if cancelled:
-        raise asyncio.CancelledError

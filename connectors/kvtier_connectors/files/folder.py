@@ -27,6 +27,7 @@ from kvtier.errors import (
     ConnectorUnavailableError,
 )
 from kvtier.types import KeyInfo, ReadRequest, WriteItem
+from kvtier_connectors.threads import Halt
 
 #: In hex and with its ending a key must fit into 255 bytes, the longest name of a file.
 KEY_BYTES_MAX: Final = 120
@@ -95,7 +96,7 @@ class Folder:
             return False
         return True
 
-    def read(self, request: ReadRequest, into: memoryview, halt: threading.Event) -> int | None:
+    def read(self, request: ReadRequest, into: memoryview, halt: Halt) -> int | None:
         """Fill the buffer as far as the object reaches; None: it is not there."""
         if len(request.key) > KEY_BYTES_MAX:
             return None
@@ -113,7 +114,7 @@ class Folder:
             os.stat(self._root)
             return None
 
-    def write(self, item: WriteItem, halt: threading.Event) -> None:
+    def write(self, item: WriteItem, halt: Halt) -> None:
         """Write a new file, close it and rename it over the one that is there, if any."""
         if len(item.key) > KEY_BYTES_MAX:
             raise ConnectorRefusedError(
@@ -156,7 +157,7 @@ class Folder:
         spread = hashlib.blake2b(key, digest_size=2).hexdigest()[:3]
         return f"{self._root}/{spread}/{key.hex()}{_ENDING}"
 
-    def _write_new(self, path: str, data: memoryview, halt: threading.Event) -> float:
+    def _write_new(self, path: str, data: memoryview, halt: Halt) -> float:
         """Write and close; return the time as the file server has it."""
         try:
             file = os.open(path, _CREATE_FLAGS, 0o666)
@@ -196,7 +197,7 @@ class Folder:
                     os.unlink(entry.path)
 
 
-def _read_file(path: str, offset: int, into: memoryview, halt: threading.Event) -> int:
+def _read_file(path: str, offset: int, into: memoryview, halt: Halt) -> int:
     # One descriptor is one object, whatever is renamed over its name meanwhile.
     file = os.open(path, _READ_FLAGS)
     try:
@@ -221,14 +222,14 @@ def _read_step(file: int, offset: int, into: memoryview) -> int:
     return done
 
 
-def _write_all(file: int, data: memoryview, halt: threading.Event) -> None:
+def _write_all(file: int, data: memoryview, halt: Halt) -> None:
     for step in _steps(data, halt):
         done = 0
         while done < step.nbytes:
             done += os.write(file, step[done:])
 
 
-def _steps(data: memoryview, halt: threading.Event) -> Iterator[memoryview]:
+def _steps(data: memoryview, halt: Halt) -> Iterator[memoryview]:
     flat = data.cast("B")
     for start in range(0, flat.nbytes, STEP_BYTES):
         if halt.is_set():
