@@ -36,7 +36,7 @@ class Epochs:
 
     @property
     def version(self) -> int:
-        """Another number whenever an epoch was raised."""
+        """Changes whenever an epoch does."""
         return self._version
 
     def unsaved(self, keeper: int) -> bool:

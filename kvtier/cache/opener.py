@@ -9,14 +9,16 @@ from collections.abc import Callable, Sequence
 
 from kvtier.cache.epochs import Epochs
 from kvtier.cache.executor import Executor, Fault
+from kvtier.cache.roots import RootRow, Roots
 from kvtier.config import Durability
-from kvtier.constants import EPOCHS_WAIT_S_MAX, GROUP_COMMIT_S, SWEEP_LOCK_FILES
+from kvtier.constants import EPOCHS_WAIT_S_MAX, GROUP_COMMIT_S, ROOTS_SAVE_S, SWEEP_LOCK_FILES
 from kvtier.errors import DeadlineError, TierUnavailableError
 from kvtier.interfaces import Clock
 from kvtier.obs.stats import TierCounters
 from kvtier.tiers.disk.cold import ColdTable
 from kvtier.tiers.disk.epoch_file import load_epochs, save_epochs
 from kvtier.tiers.disk.files import FileInfo
+from kvtier.tiers.disk.root_file import load_roots, save_roots
 from kvtier.tiers.disk.scan import Scanned
 from kvtier.tiers.disk.shard_files import DirectoryLostError, Found
 from kvtier.tiers.disk.tier import DiskTier
@@ -40,6 +42,7 @@ class VolumeOpener:
         lock: threading.Lock,
         counters: TierCounters,
         epochs: Epochs,
+        roots: Roots,
         clock: Clock,
         durability: Durability,
         on_open: Callable[[], None],
@@ -52,6 +55,7 @@ class VolumeOpener:
         self._lock = lock
         self._counters = counters
         self._epochs = epochs
+        self._roots = roots
         self._clock = clock
         self._groups = durability is Durability.BATCH
         self._on_open = on_open
@@ -60,6 +64,7 @@ class VolumeOpener:
         self._busy = False
         self._probing = False
         self._next_commit = clock.now()
+        self._next_roots = clock.now()
         self._unswept: list[str] = []
 
     def tick(self) -> None:
@@ -74,6 +79,8 @@ class VolumeOpener:
             self._write(self._save, self._settle_save)
         elif volume.writable and self._unswept:
             self._write(self._sweep, self._settle_sweep)
+        elif volume.writable and self._roots_due():
+            self._write(self._save_roots, self._settle_save)
         elif self._groups and volume.opened and self._clock.now() >= self._next_commit:
             self._write(self._files.commit_group, self._settle_commit)
         elif volume.read_probe_due and not self._probing:
@@ -99,7 +106,7 @@ class VolumeOpener:
 
     def finish(self) -> None:
         """Make the last epochs, chores and group durable; in the writing thread, as its last."""
-        steps = [self._last_epochs, self._last_chores]
+        steps = [self._last_epochs, self._last_chores, self._last_roots]
         if self._groups:
             steps.append(self._files.commit_group)
         for step in steps:
@@ -120,6 +127,14 @@ class VolumeOpener:
         if self._volume.opened:
             self._volume.do(self._volume.take_chores())
 
+    def _last_roots(self) -> None:
+        if self._volume.opened and self._roots.unsaved(self._volume.number):
+            self._save_roots()
+
+    def _roots_due(self) -> bool:
+        due = self._clock.now() >= self._next_roots
+        return due and self._roots.unsaved(self._volume.number)
+
     def _write(self, work: Callable[[], object], settle: Callable[..., None]) -> None:
         self._busy = True
         self._executor.write(self._volume.number, work, settle, deadline=math.inf, late=settle)
@@ -134,6 +149,17 @@ class VolumeOpener:
             save_epochs(self._files.root, snapshot.epochs, snapshot.floor)
             with self._lock:
                 self._epochs.saved(self._volume.number, snapshot)
+
+    def _save_roots(self) -> None:
+        with self._lock:
+            self._next_roots = self._clock.now() + ROOTS_SAVE_S
+            held = {*self._disk.index.namespaces, *self._disk.cold.namespaces}
+            rows, version = self._roots.snapshot(held)
+        if not self._files.attached():
+            raise DirectoryLostError(self._files.root)
+        save_roots(self._files.root, rows)
+        with self._lock:
+            self._roots.saved(self._volume.number, version)
 
     def _open(self) -> tuple[Found, ColdTable]:
         # Before the index is read: sequences that begin meanwhile need the epoch.
@@ -154,6 +180,9 @@ class VolumeOpener:
                 save_epochs(self._files.root, snapshot.epochs, snapshot.floor)
             with self._lock:
                 self._epochs.saved(number, snapshot)
+        roots = load_roots(self._files.root)
+        with self._lock:
+            self._roots.merge({root: RootRow(*row) for root, row in roots.items()})
         return found, self._disk.cold_table(number, found)
 
     def _settle_open(self, outcome: tuple[Found, ColdTable] | Fault) -> None:

@@ -15,15 +15,21 @@ slabs with a chunk that must stay is m slabs and (p + m) n bytes or more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from kvtier.interfaces import Clock, EvictionPolicy
 from kvtier.tiers.arena import Arena
+from kvtier.tiers.coldest import coldest_first
 from kvtier.tiers.index import Record, State, TierIndex
 from kvtier.types import ChunkKey, Entry, Features, ShardId, Slot
 
 PolicyFactory = Callable[[int, Callable[[ChunkKey], bool]], EvictionPolicy]
 DramRecord = Record[Slot]
+
+
+def _keeps_nothing(key: ChunkKey) -> bool:
+    del key
+    return False
 
 
 class DramTier:
@@ -38,10 +44,13 @@ class DramTier:
         policy: PolicyFactory,
         clock: Clock,
         on_evict: Callable[[ChunkKey], None],
+        keeps: Callable[[ChunkKey], bool] = _keeps_nothing,
     ) -> None:
+        """What ``keeps`` tells of is never evicted, though nobody reads or writes it."""
         self.arena = arena
         self.index: TierIndex[Slot] = TierIndex(self._reclaim)
-        self._policy = policy(arena.capacity_bytes, self.index.pinned)
+        self._policy = policy(arena.capacity_bytes, self._stays)
+        self._keeps = keeps
         self._clock = clock
         self._on_evict = on_evict
         self._owners: dict[int, DramRecord] = {}  # by slot offset
@@ -113,10 +122,19 @@ class DramTier:
         """
         for key in keys:
             record = self.index.ready(key)
-            if record is not None and not record.pins and below(key):
+            if record is not None and not self._stays(key) and below(key):
                 self.leave(record)
                 return True
         return False
+
+    def coldest(self, namespaces: Collection[bytes]) -> list[ChunkKey]:
+        """Return the chunks of some namespaces that may be read, coldest first, leaves first."""
+        entries = [
+            record.entry
+            for record in self.index
+            if record.state is State.READY and record.namespace in namespaces
+        ]
+        return coldest_first(entries, [self._touched[entry.key] for entry in entries])
 
     def touch(self, keys: Iterable[ChunkKey], features: Features) -> None:
         """Note an access to chunks of one sequence, given from its last to its first."""
@@ -137,6 +155,9 @@ class DramTier:
             raise AssertionError("slots given out are not those that records hold")
         if set(self._touched) != {record.entry.key for record in self.index}:
             raise AssertionError("touch times are kept for other chunks than those held")
+
+    def _stays(self, key: ChunkKey) -> bool:
+        return self.index.pinned(key) or self._keeps(key)
 
     def _evict(self, key: ChunkKey) -> None:
         record = self.index.get(key)
@@ -203,5 +224,6 @@ class DramTier:
         if owner is None:
             return None  # A slot of the chunk that room is being made for.
         key = owner.entry.key
-        may_leave = not owner.pins and owner.state is State.READY and key not in stays
+        busy = owner.pins or owner.state is not State.READY
+        may_leave = not (busy or key in stays or self._keeps(key))
         return key if may_leave else None

@@ -12,7 +12,7 @@ the last pin is gone. This module alone changes pin counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, TypeVar
@@ -73,6 +73,7 @@ class TierIndex(Generic[PlaceT]):
         self._records: dict[ChunkKey, Record[PlaceT]] = {}
         self._leaving: set[Record[PlaceT]] = set()
         self._pinned_count = 0
+        self._bytes: dict[bytes, int] = {}  # By namespace.
         self._events: EventLog | None = None
         self._tier = Tier.DRAM
 
@@ -102,6 +103,15 @@ class TierIndex(Generic[PlaceT]):
         assert not self._records, "watched from the start"
         self._events, self._tier = events, tier
 
+    @property
+    def namespaces(self) -> Collection[bytes]:
+        """The namespaces of which it holds something."""
+        return self._bytes.keys()
+
+    def bytes_of(self, namespace: bytes) -> int:
+        """Return the bytes of a namespace's chunks, those that are filling or leaving included."""
+        return self._bytes.get(namespace, 0)
+
     def get(self, key: ChunkKey) -> Record[PlaceT] | None:
         """Return the record under a key in whatever state; a lookup prolongs nothing."""
         return self._records.get(key)
@@ -121,6 +131,7 @@ class TierIndex(Generic[PlaceT]):
         assert record.state is State.FILLING, "a record starts by being filled"
         assert record.entry.key not in self._records, "a key is added once"
         self._records[record.entry.key] = record
+        self._bytes[record.namespace] = self.bytes_of(record.namespace) + record.entry.nbytes
         if self._events is not None:
             self._events.added(record.entry.key)
 
@@ -150,7 +161,7 @@ class TierIndex(Generic[PlaceT]):
         self._pinned_count -= 1
         if record.state is State.LEAVING:
             self._leaving.remove(record)
-            self._reclaim(record)
+            self._give_back(record)
 
     def detach(self, record: Record[PlaceT]) -> None:
         """Take a record's key away; its place is reclaimed once nobody has it pinned."""
@@ -162,7 +173,7 @@ class TierIndex(Generic[PlaceT]):
         if record.pins:
             self._leaving.add(record)
         else:
-            self._reclaim(record)
+            self._give_back(record)
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` where the books do not agree with themselves."""
@@ -175,3 +186,17 @@ class TierIndex(Generic[PlaceT]):
         pinned = sum(r.pins > 0 for r in self._records.values()) + len(self._leaving)
         if pinned != self._pinned_count:
             raise AssertionError(f"{self._pinned_count} pinned chunks counted, {pinned} found")
+        nbytes: dict[bytes, int] = {}
+        for record in (*self._records.values(), *self._leaving):
+            nbytes[record.namespace] = nbytes.get(record.namespace, 0) + record.entry.nbytes
+        if nbytes != self._bytes:
+            raise AssertionError(f"bytes by namespace: {self._bytes} counted, {nbytes} found")
+
+    def _give_back(self, record: Record[PlaceT]) -> None:
+        """Have a place reclaimed that nobody uses any more."""
+        left = self._bytes[record.namespace] - record.entry.nbytes
+        if left:
+            self._bytes[record.namespace] = left
+        else:
+            del self._bytes[record.namespace]
+        self._reclaim(record)

@@ -13,6 +13,7 @@ from kvtier.cache import opener as opener_module
 from kvtier.cache.epochs import Epochs
 from kvtier.cache.executor import Executor
 from kvtier.cache.opener import VolumeOpener, save_epochs_everywhere
+from kvtier.cache.roots import Roots
 from kvtier.config import Durability
 from kvtier.constants import HEALTH_BACKOFF_S_MAX, READ_FAILURES_MAX
 from kvtier.errors import TierUnavailableError
@@ -35,6 +36,7 @@ class Upkeep:
         self.clock = FakeClock()
         self.lock = threading.Lock()
         self.epochs = Epochs()
+        self.roots = Roots(self.epochs, 1, set)
         self.counters = TierCounters()
         self.opened = 0
         shard_files = ShardFiles(str(root), Durability.NONE, self.files)
@@ -51,6 +53,7 @@ class Upkeep:
             self.lock,
             self.counters,
             self.epochs,
+            self.roots,
             self.clock,
             Durability.NONE,
             self._count_open,

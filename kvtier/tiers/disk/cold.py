@@ -94,14 +94,15 @@ class ColdTable:
         kinds = self._kinds_of.get(namespace, ())
         return sum(self._kind_counts[number] * self._kinds[number][1].nbytes for number in kinds)
 
-    def keys_of(self, namespaces: Collection[bytes]) -> list[ChunkKey]:
-        """Return the chunks of some namespaces, the one used longest ago first."""
-        wanted = [number for each in namespaces for number in self._kinds_of.get(each, ())]
-        if not wanted:
-            return []
-        there = np.frombuffer(self._gone, np.uint8) == 0
-        rows = np.flatnonzero(there & np.isin(self._rows.array["kind"], wanted))
-        return [ChunkKey(key_at(self._bytes, row * ROW_BYTES)[0]) for row in rows.tolist()]
+    def keys_of(self, namespaces: Collection[bytes], most: int) -> list[ChunkKey]:
+        """Return some chunks of some namespaces, those first that were used longest ago."""
+        return self._keys(self._of(namespaces), most)
+
+    def leaves_of(self, namespaces: Collection[bytes], most: int) -> list[ChunkKey]:
+        """The same, of those that no other chunk in the table follows."""
+        return self._keys(
+            self._of(namespaces) & (np.frombuffer(self._children, np.uint32) == 0), most
+        )
 
     def kind(self, key: ChunkKey) -> tuple[int, Kind] | None:
         """Return in which directory a chunk lies, and its kind."""
@@ -170,6 +171,17 @@ class ColdTable:
                 answers[key] = known(key)
             tops[row] = not answers[key]
         return tops
+
+    def _of(self, namespaces: Collection[bytes]) -> Array:
+        """Tell of each row whether it is there and of one of some namespaces."""
+        wanted = [number for each in namespaces for number in self._kinds_of.get(each, ())]
+        of_them = np.isin(self._rows.array["kind"], wanted)
+        there: Array = of_them & (np.frombuffer(self._gone, np.uint8) == 0)
+        return there
+
+    def _keys(self, chosen: Array, most: int) -> list[ChunkKey]:
+        rows = np.flatnonzero(chosen)[:most].tolist()
+        return [ChunkKey(key_at(self._bytes, row * ROW_BYTES)[0]) for row in rows]
 
     def _find(self, key: ChunkKey) -> int:
         row = self._index.find(key)
