@@ -90,8 +90,31 @@ def _normalized(name: str) -> str:
 policies: Final = Registry("kvtier.policies", "policy")
 admissions: Final = Registry("kvtier.admissions", "admission")
 codecs: Final = Registry("kvtier.codecs", "codec")
+byte_codecs: Final = Registry("kvtier.byte_codecs", "byte codec")
 connectors: Final = Registry("kvtier.connectors", "connector")
 commands: Final = Registry("kvtier.commands", "command")
+
+
+def split_codec(text: str) -> tuple[str | None, str | None]:
+    """Split what a tier below DRAM is to use into a codec and a byte codec on top of it.
+
+    None stands for what DRAM has, and for no byte codec. Nothing is loaded. Raises
+    ``RegistryError`` for a name that is neither.
+
+    >>> split_codec("int8+zstd"), split_codec("zstd"), split_codec("int4")
+    (('int8', 'zstd'), (None, 'zstd'), ('int4', None))
+    """
+    first, plus, second = text.partition("+")
+    codec: str | None = first
+    byte_codec = second if plus else None
+    if not plus and first in byte_codecs.names():
+        codec, byte_codec = None, first
+    for name, registry in ((codec, codecs), (byte_codec, byte_codecs)):
+        if name is not None and name not in registry.names():
+            known = [*codecs.names(), *byte_codecs.names()]
+            hint = nearest(name, known)
+            raise RegistryError(f"no codec {name!r}{hint}; known: {', '.join(known)}")
+    return codec, byte_codec
 
 
 def connect(url: str) -> Connector:

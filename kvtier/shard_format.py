@@ -50,6 +50,8 @@ POSITION_MAX = 2**32 - 1
 
 _PREFIX = struct.Struct("<4sIII")
 _HEADER_CHECKSUM = struct.Struct("<Q")
+#: What a header has beside its body and zeros.
+FRAME_BYTES = _PREFIX.size + _HEADER_CHECKSUM.size
 # Room for everything but the sections, and for one section: offset, size and checksum in msgpack.
 _HEADER_FIXED_BYTES = 2048
 _HEADER_SECTION_BYTES = 32
@@ -151,13 +153,44 @@ def seal(slot: memoryview, description: ShardDescription) -> ShardHeader:
     return header
 
 
-def header_length(data: memoryview) -> int:
+def header_length(data: memoryview, version: int | None = None) -> int:
     """Return the length of the header that ``data`` begins with: whole pages, bounded.
 
     Needs the first 16 bytes. Raises ``FormatError`` for anything that is not a header of this
-    format version.
+    format version, or of ``version``.
     """
-    return _read_prefix(data)[0]
+    return _read_prefix(data, version or SHARD_FORMAT_VERSION)[0]
+
+
+def frame_version(data: memoryview) -> int:
+    """Return the format version that the first 16 bytes tell, or ``FormatError``."""
+    if len(data) < _PREFIX.size:
+        raise FormatError(f"header: {len(data)} bytes are fewer than the first {_PREFIX.size}")
+    magic, version, *_ = _PREFIX.unpack_from(data)
+    if magic != SHARD_MAGIC:
+        raise FormatError(f"header: magic is {magic!r}, not {SHARD_MAGIC!r}")
+    return int(version)
+
+
+def frame(version: int, header_bytes: int, body: bytes) -> bytes:
+    """Return a header of whole pages around a body: prefix, padding, checksum."""
+    room = header_bytes - FRAME_BYTES
+    assert len(body) <= room, f"a header body of {len(body)} bytes exceeds its bound {room}"
+    prefix = _PREFIX.pack(SHARD_MAGIC, version, header_bytes, len(body))
+    summed = b"".join((prefix, body, bytes(room - len(body))))
+    return summed + _HEADER_CHECKSUM.pack(xxhash.xxh3_64_intdigest(summed))
+
+
+def unframe(data: memoryview, version: int) -> tuple[bytes, bytes]:
+    """Return the header that ``data`` begins with and its body, copied, or ``FormatError``."""
+    header_bytes, body_bytes = _read_prefix(data, version)
+    if len(data) < header_bytes:
+        raise FormatError(f"header: {len(data)} bytes of {header_bytes}")
+    page = bytes(data[:header_bytes])  # Nothing may change between a check and its use.
+    summed, stored = page[: -_HEADER_CHECKSUM.size], page[-_HEADER_CHECKSUM.size :]
+    if _HEADER_CHECKSUM.pack(xxhash.xxh3_64_intdigest(summed)) != stored:
+        raise FormatError("header: checksum differs")
+    return page, page[_PREFIX.size : _PREFIX.size + body_bytes]
 
 
 def parse_header(data: memoryview) -> ShardHeader:
@@ -167,16 +200,8 @@ def parse_header(data: memoryview) -> ShardHeader:
     allocated. Raises ``FormatError``, and nothing else, for bytes that are not a whole and sound
     header of this format version; callers that hold less than ``header_length`` read the rest.
     """
-    data = data.cast("B")
-    header_bytes, body_bytes = _read_prefix(data)
-    if len(data) < header_bytes:
-        raise FormatError(f"header: {len(data)} bytes of {header_bytes}")
-    # A copy, at most HEADER_BYTES_MAX: nothing may change between a check and its use.
-    page = bytes(data[:header_bytes])
-    summed, stored = page[: -_HEADER_CHECKSUM.size], page[-_HEADER_CHECKSUM.size :]
-    if _HEADER_CHECKSUM.pack(xxhash.xxh3_64_intdigest(summed)) != stored:
-        raise FormatError("header: checksum differs")
-    header = _decode(page[_PREFIX.size : _PREFIX.size + body_bytes])
+    page, body = unframe(data.cast("B"), SHARD_FORMAT_VERSION)
+    header = _decode(body)
     geometry = _check_description(header)
     if geometry.section_offsets != header.section_offsets:
         raise FormatError("header: section_offsets do not follow from section_bytes")
@@ -236,24 +261,19 @@ def _shown(value: object) -> str:
     return value.hex() if isinstance(value, bytes) else repr(value)
 
 
-def _read_prefix(data: memoryview) -> tuple[int, int]:
+def _read_prefix(data: memoryview, expected: int) -> tuple[int, int]:
     """Return ``header_bytes`` and ``body_bytes``, both within bounds."""
     data = data.cast("B")
-    if len(data) < _PREFIX.size:
-        raise FormatError(f"header: {len(data)} bytes are fewer than the first {_PREFIX.size}")
-    magic, version, header_bytes, body_bytes = _PREFIX.unpack_from(data)
-    if magic != SHARD_MAGIC:
-        raise FormatError(f"header: magic is {magic!r}, not {SHARD_MAGIC!r}")
-    if version != SHARD_FORMAT_VERSION:
-        raise FormatError(
-            f"header: format version is {version}; this build reads {SHARD_FORMAT_VERSION}"
-        )
+    version = frame_version(data)
+    if version != expected:
+        raise FormatError(f"header: format version is {version}; this build reads {expected}")
+    _, _, header_bytes, body_bytes = _PREFIX.unpack_from(data)
     if header_bytes % ALIGN_BYTES or not ALIGN_BYTES <= header_bytes <= HEADER_BYTES_MAX:
         raise FormatError(
             f"header: header_bytes is {header_bytes}; allowed are multiples of {ALIGN_BYTES} "
             f"up to {HEADER_BYTES_MAX}"
         )
-    if body_bytes > header_bytes - _PREFIX.size - _HEADER_CHECKSUM.size:
+    if body_bytes > header_bytes - FRAME_BYTES:
         raise FormatError(f"header: body_bytes is {body_bytes}, beyond the header's end")
     return header_bytes, body_bytes
 
@@ -268,12 +288,7 @@ def _encode(header: ShardHeader, geometry: ShardGeometry) -> bytes:
     if not header.layout.sink_tokens:
         # Version 1 began without this field: layouts that do not need it are spelled as then.
         del wire["layout"]["sink_tokens"]
-    body = msgpack.packb(wire)
-    room = geometry.header_bytes - _PREFIX.size - _HEADER_CHECKSUM.size
-    assert len(body) <= room, f"a header body of {len(body)} bytes exceeds its bound {room}"
-    prefix = _PREFIX.pack(SHARD_MAGIC, SHARD_FORMAT_VERSION, geometry.header_bytes, len(body))
-    summed = b"".join((prefix, body, bytes(room - len(body))))
-    return summed + _HEADER_CHECKSUM.pack(xxhash.xxh3_64_intdigest(summed))
+    return frame(SHARD_FORMAT_VERSION, geometry.header_bytes, msgpack.packb(wire))
 
 
 def _decode(body: bytes) -> ShardHeader:

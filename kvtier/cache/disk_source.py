@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvtier.cache.executor import Executor, Fault
 from kvtier.cache.fill import Arriving, Origin, UnwantedError
-from kvtier.errors import DeadlineError, ShardError
+from kvtier.errors import DeadlineError, MissingExtraError, RegistryError, ShardError
 from kvtier.tiers.disk.shard_files import DirectoryLostError
 from kvtier.tiers.disk.tier import DiskRecord, DiskTier
 from kvtier.tiers.disk.volume import DiskPlace
@@ -52,18 +53,20 @@ class DiskSource:
     ) -> None:
         """Read shard after shard in one of the directory's threads."""
         files = self._volume.files
-        paths = {shard: self._record.places[shard].path for shard in arriving.slots}
+        places = {shard: self._record.places[shard] for shard in arriving.slots}
 
         def read_shards() -> None:
-            for shard, path in paths.items():
+            for shard, place in places.items():
+                path = place.path
                 if not arriving.wanted():
                     raise UnwantedError(f"nobody waits for {path}")
 
                 def progress(sections: int, shard: ShardId = shard) -> None:
                     arriving.progress(shard, sections)
 
+                expected = replace(arriving.expected[shard], stored_bytes=place.nbytes)
                 try:
-                    files.read(path, arriving.slots[shard], arriving.expected[shard], progress)
+                    files.read(path, arriving.slots[shard], expected, progress)
                 except ShardError:
                     self._failed = shard
                     raise
@@ -87,6 +90,9 @@ class DiskSource:
             if held and self._failed is not None:
                 self._disk.condemn(self._record, self._failed)
             return MissReason.CORRUPT
+        if isinstance(outcome, MissingExtraError | RegistryError):  # What encoded it is not here.
+            volume.read_succeeded()
+            return MissReason.CODEC
         # A directory that is gone may come back with all that it holds.
         lost = isinstance(outcome, DirectoryLostError)
         if isinstance(outcome, FileNotFoundError) and not lost:

@@ -137,6 +137,10 @@ class Executor:
         """Run what a later write will wait for; the write takes the future's result."""
         return self._ahead.submit(work)
 
+    def ahead(self, work: Callable[[], T], done: Callable[[T | Fault], None]) -> None:
+        """As ``write``, without a deadline and in the thread of ``prepare``: before any device."""
+        self._start(self._ahead, work, done, math.inf, done)
+
     def close(self, timeout_s: float, last: Sequence[Callable[[], None]] = ()) -> None:
         """Stop ticking, wait for work as long as allowed (what it starts included), end.
 

@@ -12,10 +12,13 @@ import itertools
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from kvtier.cache.ahead import Ahead, Dirty, Outgoing
+from kvtier.cache.encoder import ChunkEncoder
 from kvtier.cache.executor import Executor, Fault
-from kvtier.cache.planner import ChunkShape
+from kvtier.cache.lane import Lane
+from kvtier.cache.quota import NoQuotas, Quotas
 from kvtier.cache.shapes import Shapes
 from kvtier.config import WriteMode
 from kvtier.constants import (
@@ -28,35 +31,12 @@ from kvtier.constants import (
 from kvtier.errors import DeadlineError
 from kvtier.interfaces import AdmissionPolicy, Clock
 from kvtier.obs.stats import TierCounters
-from kvtier.shard_format import ShardDescription, seal
+from kvtier.shard_format import seal
 from kvtier.tiers.disk.tier import DiskRecord, DiskTier
-from kvtier.tiers.disk.volume import Chores, Volume, written
-from kvtier.tiers.dram import DramRecord, DramTier
+from kvtier.tiers.disk.volume import Chores, written
+from kvtier.tiers.dram import DramTier
 from kvtier.tiers.index import Lease
-from kvtier.types import ChunkKey, Entry, Features, KVLayout, MissReason, ShardId, Slot
-
-
-@dataclass(frozen=True, slots=True)
-class _Dirty:
-    """A chunk to be written. ``number`` is its place in the order of stores: parents first.
-
-    ``staged`` pins the same chunk as it was packed for the disk, where that differs from DRAM's.
-    """
-
-    entry: Entry
-    layout: KVLayout
-    number: int
-    staged: Lease[Slot] | None
-
-
-@dataclass(slots=True, eq=False)
-class _Lane:
-    """What is out at one directory."""
-
-    volume: Volume
-    chores_out: bool = False
-    # Why room was not made; set by the writing thread, cleared when nothing is out there.
-    no_room_made: OSError | None = None
+from kvtier.types import ChunkKey, Features, KVLayout, MissReason, Slot
 
 
 class Writeout:
@@ -73,7 +53,9 @@ class Writeout:
         shapes: Shapes,
         mode: WriteMode,
         admission: AdmissionPolicy,
+        encoder: ChunkEncoder | None = None,
     ) -> None:
+        """With an ``encoder`` chunks are encoded before room is made for what comes of them."""
         self._dram = dram
         self._disk = disk
         self._executor = executor
@@ -83,12 +65,15 @@ class Writeout:
         self._shapes = shapes
         self._write_all = mode is WriteMode.THROUGH
         self._admission = admission
+        self._ahead = Ahead(dram, executor, lock, shapes, encoder)
         self._draining = False
-        self._dirty: dict[ChunkKey, _Dirty] = {}  # oldest first
+        self._dirty: dict[ChunkKey, Dirty] = {}  # oldest first
         self._numbers = itertools.count()
         self._dirty_bytes = 0
         self._staged_count = 0
-        self._lanes = [_Lane(volume) for volume in disk.volumes]
+        self._lanes = [Lane(volume) for volume in disk.volumes]
+        #: What is asked before a chunk is written; the cache puts its own here.
+        self.quotas: Quotas = NoQuotas()
 
     @property
     def dirty_count(self) -> int:
@@ -110,8 +95,8 @@ class Writeout:
 
     @property
     def inflight_count(self) -> int:
-        """Chunks that are being written."""
-        return sum(lane.volume.writing_count for lane in self._lanes)
+        """Chunks that are being encoded or written."""
+        return len(self._ahead) + sum(lane.volume.writing_count for lane in self._lanes)
 
     def note(
         self,
@@ -133,7 +118,7 @@ class Writeout:
         """Return whether the chunk has become dirty."""
         whole = self._shapes.shards(layout)
         self._disk.displace(key, whole)
-        if key in self._dirty:
+        if key in self._dirty or key in self._ahead:
             return False
         now = self._clock.now()
         if self._disk.holds(key):
@@ -146,7 +131,7 @@ class Writeout:
         entry = replace(record.entry, nbytes=nbytes, features=features)
         if not self._admission.offer(entry, now):
             return False
-        self._dirty[key] = _Dirty(entry, layout, next(self._numbers), staged)
+        self._dirty[key] = Dirty(entry, layout, next(self._numbers), staged)
         self._dirty_bytes += nbytes
         self._staged_count += staged is not None
         return True
@@ -194,17 +179,21 @@ class Writeout:
 
     def pump(self) -> None:
         """Start as many writes as may be out; else the chores that wait for no write."""
+        self._write_encoded()
         self._unstage()
-        while self._dirty and self._disk.writable():
+        while self._dirty and self._disk.writable() and not self._ahead.full:
             if not self._enough() and not any(lane.volume.write_probe_due for lane in self._lanes):
                 break
             key = next(iter(self._dirty))
             dirty = self._take(key)
             assert dirty is not None, "taken from what is dirty"
-            self._start(key, dirty)
+            if self._ahead.encodes:
+                self._ahead.encode(dirty, self._encoded)
+            else:
+                self._start(self._ahead.pin(dirty))
         for lane in self._lanes:
             volume = lane.volume
-            if volume.writing_count == 0 and not lane.chores_out and volume.writable:
+            if lane.idle and volume.writable:
                 self._start_chores(lane)
 
     def _enough(self) -> bool:
@@ -225,33 +214,74 @@ class Writeout:
             if not 0 <= lane.volume.writing_count <= WRITES_INFLIGHT_MAX:
                 raise AssertionError(f"{lane.volume.writing_count} writes are out")
 
-    def _take(self, key: ChunkKey) -> _Dirty | None:
+    def _take(self, key: ChunkKey) -> Dirty | None:
         dirty = self._dirty.pop(key, None)
         if dirty is not None:
             self._dirty_bytes -= dirty.entry.nbytes
             self._staged_count -= dirty.staged is not None
         return dirty
 
-    def _start(self, key: ChunkKey, dirty: _Dirty) -> None:
-        staged = dirty.staged
-        source = staged.records[0] if staged else self._dram.index.ready(key)
-        assert source is not None, "a dirty chunk is ready in DRAM"
+    def _encoded(self, failed: Outgoing | None) -> None:
+        """Note that a chunk is encoded, or could not be: no better the next time."""
+        if failed is not None:
+            self._give_up(failed)
+        self.pump()
+
+    def _write_encoded(self) -> None:
+        """Start to write what is encoded, in order."""
+        while (outgoing := self._ahead.first) is not None:
+            before = next(iter(self._dirty.values()), None)
+            # A parent that has failed is tried again before.
+            behind = before is not None and before.number < outgoing.dirty.number
+            writable = self._disk.writable()
+            if not behind and not writable and self._disk_is_well:
+                return
+            self._ahead.pop()
+            if writable and not behind:
+                self._start(outgoing)
+            else:  # Nothing is kept for a disk that fails.
+                self._ahead.release(outgoing)
+                self._try_again(outgoing)
+
+    def _try_again(self, outgoing: Outgoing) -> None:
+        """Have a chunk written later, where it is still there."""
+        key = outgoing.dirty.entry.key
+        if outgoing.dirty.staged or self._dram.index.get(key) is outgoing.source:
+            self._requeue(key, outgoing.dirty)
+        else:
+            self._refuse(key)
+
+    def _give_up(
+        self,
+        outgoing: Outgoing,
+        *,
+        held: bool = False,
+        reason: MissReason = MissReason.NO_ROOM,
+    ) -> None:
+        """Let a chunk go that is not written, or that is ``held`` already."""
+        if not held:
+            self._refuse(outgoing.dirty.entry.key, reason)
+        self._ahead.release(outgoing)
+        if outgoing.dirty.staged is not None:
+            self._end_staged(outgoing.dirty.staged)
+
+    def _start(self, outgoing: Outgoing) -> None:
+        dirty, source = outgoing.dirty, outgoing.source
+        key, staged = dirty.entry.key, dirty.staged
         shape = self._shapes.of(dirty.layout, dirty.entry.position, source.codec)
+        sizes = shape.sizes if outgoing.encoded is None else outgoing.encoded.sizes
         # Since it was noted, a sweep may have found it, or what a kill left of it.
         self._disk.displace(key, shape.sizes.keys())
         held = self._disk.holds(key)
-        sizes = shape.sizes
-        target = (
-            None if held else self._disk.reserve(dirty.entry, source.namespace, source.codec, sizes)
-        )
+        entry = replace(dirty.entry, nbytes=sum(sizes.values()))
+        if not held and not self.quotas.room_on_disk(source.namespace, entry):
+            self._give_up(outgoing, reason=MissReason.QUOTA)
+            return
+        target = None if held else self._disk.reserve(entry, source.namespace, source.codec, sizes)
         if target is None:
-            if not held:
-                self._refuse(key)
-            if staged is not None:
-                self._end_staged(staged)
+            self._give_up(outgoing, held=held)
             return
         lane = self._lanes[self._disk.volume_of(target).number]
-        lease = self._dram.index.lease([source])
         chores = lane.volume.take_chores()
         started = self._clock.now()
 
@@ -266,12 +296,12 @@ class Writeout:
                 self._disk.abort(target)
                 lane.volume.return_chores(chores)
                 lane.volume.write_failed(outcome)
-            lease.release()
-            if outcome is not None and (staged or self._dram.index.get(key) is source):
-                self._requeue(key, dirty)
+            self._ahead.release(outgoing)
+            if outcome is not None:
+                self._try_again(outgoing)
             elif staged is not None:
                 self._end_staged(staged)
-            self._forgive(lane)
+            lane.forgive()
             self.pump()
 
         def done(outcome: Fault | None) -> None:
@@ -286,63 +316,60 @@ class Writeout:
             with self._lock:
                 settle(outcome)
 
-        work = self._writing(lane, source, target, shape, chores)
+        work = self._writing(lane, target, outgoing, chores)
         deadline = started + WRITE_DEADLINE_S
         self._executor.write(lane.volume.number, work, done, deadline=deadline, late=late)
 
     def _writing(
-        self,
-        lane: _Lane,
-        source: DramRecord,
-        target: DiskRecord,
-        shape: ChunkShape,
-        chores: Chores,
+        self, lane: Lane, target: DiskRecord, outgoing: Outgoing, chores: Chores
     ) -> Callable[[], None]:
         """Return the blocking work of a write; the source is pinned until it ends.
 
         Checksums are made ahead, while the directory's thread still writes what comes before.
         """
-        slots = {shard: self._dram.arena.view(slot) for shard, slot in source.places.items()}
-        descriptions = {shard: _describe(target, shape, shard) for shard in slots}
+        slots, descriptions = self._ahead.parts(outgoing)
+        encoded = outgoing.encoded
         row = self._disk.row(target)
 
         def seal_slots() -> None:
             for shard, description in descriptions.items():
                 seal(slots[shard], description)
 
-        sealed = self._executor.prepare(seal_slots)
+        sealed = self._executor.prepare(seal_slots) if encoded is None else None
 
         def write_shards() -> None:
             try:
-                self._do(lane, chores)
+                lane.do(chores)
             finally:
-                sealed.result()  # In any case: until then the slots are written to.
+                if sealed is not None:
+                    sealed.result()  # In any case: until then the slots are written to.
             for shard, place in target.places.items():
-                lane.volume.files.write(place.path, slots[shard])
+                data = slots[shard] if encoded is None else encoded.shards[shard]
+                lane.volume.files.write(place.path, data)
             lane.volume.files.note(written(row))
 
         return write_shards
 
-    def _refuse(self, key: ChunkKey) -> None:
+    def _refuse(self, key: ChunkKey, reason: MissReason = MissReason.NO_ROOM) -> None:
         """Give up a chunk that the admission takes for written."""
-        self._counters.refused_chunks[MissReason.NO_ROOM] += 1
+        self._counters.refused_chunks[reason] += 1
         self.left_disk(key)
 
-    def _requeue(self, key: ChunkKey, dirty: _Dirty) -> None:
+    def _requeue(self, key: ChunkKey, dirty: Dirty) -> None:
         """Try a chunk again, and before its descendants, once the disk may be written to."""
         self._dirty[key] = dirty
         self._dirty_bytes += dirty.entry.nbytes
         self._staged_count += dirty.staged is not None
         self._dirty = dict(sorted(self._dirty.items(), key=lambda item: item[1].number))
 
-    def _start_chores(self, lane: _Lane) -> None:
+    def _start_chores(self, lane: Lane) -> None:
         if not lane.volume.chores_due:
             return
         chores = lane.volume.take_chores()
         lane.chores_out = True
 
         def work() -> None:
-            self._do(lane, chores)
+            lane.do(chores)
 
         def done(outcome: Fault | None) -> None:
             with self._lock:
@@ -352,43 +379,6 @@ class Writeout:
                 else:
                     lane.volume.return_chores(chores)
                     lane.volume.write_failed(outcome)
-                self._forgive(lane)
+                lane.forgive()
 
         self._executor.write(lane.volume.number, work, done, deadline=math.inf, late=done)
-
-    def _forgive(self, lane: _Lane) -> None:
-        """What starts from now on takes the chores that failed with it."""
-        if lane.volume.writing_count == 0 and not lane.chores_out:
-            lane.no_room_made = None
-
-    def _do(self, lane: _Lane, chores: Chores) -> None:
-        """Make room; in the writing thread. Raises ``OSError``.
-
-        Once it could not be made, all that is out fails: it was given room that is not there.
-        """
-        if lane.no_room_made is not None:
-            raise OSError(lane.no_room_made.errno, "no room was made before") from (
-                lane.no_room_made
-            )
-        try:
-            lane.volume.do(chores)
-        except OSError as error:
-            lane.no_room_made = error
-            raise
-
-
-def _describe(target: DiskRecord, shape: ChunkShape, shard: ShardId) -> ShardDescription:
-    entry = target.entry
-    return ShardDescription(
-        chunk=entry.key,
-        shard=shard,
-        parent=entry.parent,
-        position=entry.position,
-        namespace=target.namespace,
-        codec=target.codec,
-        codec_params={},
-        layout=shape.layouts[shard],
-        token_count=shape.layouts[shard].tokens,
-        has_sinks=shape.layouts[shard].sink_tokens > 0,
-        section_bytes=shape.geometries[shard].section_bytes,
-    )

@@ -21,7 +21,11 @@ from kvtier.types import ChunkKey, ShardId, ShardLayout
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a shard must be for its reader."""
+    """What a shard must be for its reader.
+
+    ``stored_bytes`` is the length that it has where it lies, which is another one than the
+    geometry's where a byte codec has encoded it; None: it is not encoded.
+    """
 
     chunk: ChunkKey
     shard: ShardId
@@ -29,6 +33,12 @@ class Expected:
     codec: str
     layout: ShardLayout
     geometry: ShardGeometry
+    stored_bytes: int | None = None
+
+    @property
+    def encoded(self) -> bool:
+        """True where what lies there is not the sealed shard itself."""
+        return self.stored_bytes not in {None, self.geometry.shard_bytes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +81,14 @@ class Arrival:
         """
         if self._header is None:
             header = parse_header(self._slot[: self._expected.geometry.header_bytes])
-            _check(header, self._expected)
+            check_expected(header, self._expected)
             self._header = header
         for section in step.sections:
             verify_section(self._slot, self._header, section)
 
 
-def _check(header: ShardHeader, expected: Expected) -> None:
+def check_expected(header: ShardHeader, expected: Expected) -> None:
+    """Raise ``IdentityError`` unless a sound header is the one that is expected."""
     check_identity(
         header,
         chunk=expected.chunk,

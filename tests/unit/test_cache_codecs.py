@@ -10,137 +10,44 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtier.cache.cache import Cache
-from kvtier.cache.match import Ready
 from kvtier.cache.sequence import Sequence
-from kvtier.cache.worker import CacheWorker
 from kvtier.codecs.calibrator import Calibrator
-from kvtier.config import CacheConfig, DiskConfig
-from kvtier.constants import MIB
 from kvtier.errors import ConfigError, RegistryError
-from kvtier.testing.engine_double import wait_until
-from kvtier.testing.pools import Arrangement, TorchPool
 from kvtier.tiers.disk.files import LocalFiles
 from kvtier.tiers.disk.verify import Verifier
 from kvtier.types import (
-    Blocks,
     Fidelity,
-    GroupKind,
-    KVGroup,
-    KVLayout,
-    LoadOutcome,
     MissReason,
     Namespace,
-    Part,
-    Placement,
     Tier,
 )
-
-CHUNK = 32
-BLOCK = 16
-CHUNKS = 3
-GROUP = KVGroup(GroupKind.FULL, (0, 1, 2), kv_heads=2, k_dim=64, v_dim=64, dtype="float32")
-LAYOUT = KVLayout((GROUP,), chunk_tokens=CHUNK, section_layers=2)
-LOSSY = Namespace("weights", LAYOUT, fidelity=Fidelity.LOSSY)
-EXACT = Namespace("weights", LAYOUT)
-BLOCKS = Blocks(0, (tuple(range(CHUNKS * CHUNK // BLOCK)),), BLOCK)
-
-
-class Room:
-    """A cache with a worker and two pools: where KV is computed and where it is brought back."""
-
-    def __init__(self, folder: Path, codec: str, disk_codec: str | None = None) -> None:
-        disk = DiskConfig(str(folder / "disk"), 64 * MIB, codec=disk_codec)
-        self.cache = Cache(CacheConfig(16 * MIB, disk, codec=codec, slab_bytes=MIB))
-        self.worker = CacheWorker(Placement(), self.cache.arena, codecs=self.cache.codecs)
-        count = CHUNKS * CHUNK // BLOCK
-        self.computed, self.restored = (
-            TorchPool([GROUP], block_count=count, arrangement=Arrangement.STACKED) for _ in range(2)
-        )
-        generator = torch.Generator().manual_seed(3)
-        for view in self.views(self.computed):
-            view.copy_(torch.randn(view.shape, generator=generator))
-        self.restored.poison()
-
-    def views(self, pool: TorchPool) -> list[torch.Tensor]:
-        return [pool.layer_view(0, layer, part) for layer in range(3) for part in Part]
-
-    def sequence(self, namespace: Namespace) -> Sequence:
-        sequence = self.cache.sequence(namespace)
-        sequence.append(range(CHUNKS * CHUNK))
-        return sequence
-
-    def store(self, sequence: Sequence, pool: TorchPool | None = None) -> bool:
-        self.worker.register_pool(pool or self.computed)
-        plan = self.cache.begin_store(sequence, range(CHUNKS), BLOCKS)
-        if plan is None:
-            return False
-        self.worker.execute(plan)
-
-        def done() -> bool:
-            self.cache.finish(self.worker.poll())
-            return self.cache.store_done(plan.plan_id)
-
-        wait_until(done, "a store")
-        wait_until(lambda: not self.cache.stats().writes_queued, "the disk")
-        return True
-
-    def load(self, sequence: Sequence) -> LoadOutcome | None:
-        wait_until(lambda: isinstance(self.cache.match(sequence), Ready), "the disk")
-        match = self.cache.match(sequence)
-        assert isinstance(match, Ready)
-        self.worker.register_pool(self.restored)
-        load = self.cache.begin_load(match, BLOCKS)
-        if load is None:
-            return None
-
-        def done() -> bool:
-            for plan in load.poll():
-                self.worker.execute(plan)
-            self.cache.finish(self.worker.poll())
-            return load.outcome is not None
-
-        wait_until(done, "a load")
-        return load.outcome
-
-    def error(self) -> float:
-        """Return the greatest difference between what was computed and what came back."""
-        pairs = zip(self.views(self.computed), self.views(self.restored), strict=True)
-        return max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
-
-    def close(self) -> None:
-        self.worker.close()
-        self.cache.check_integrity()
-        self.cache.close()
+from tests.lib.codec_room import CHUNK, CHUNKS, EXACT, LAYOUT, LOSSY, Room, bytes_below
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     """A directory whose shards are all sound in the end."""
     yield tmp_path
-    verifier = Verifier(str(tmp_path / "disk"), LocalFiles())
+    verifier = Verifier([str(tmp_path / "disk")], LocalFiles())
     list(verifier.run())
     assert verifier.verdict.findings == ()
-
-
-def bytes_below(folder: Path) -> int:
-    return sum(path.stat().st_size for path in (folder / "disk").rglob("*.kvs"))
 
 
 @pytest.mark.parametrize(
     ("codec", "error_max"),
     [("raw", 0.0), ("lossless", 0.0), ("int8", 0.05), ("fp8", 0.3), ("int5k4v", 1.0)],
 )
+@pytest.mark.parametrize("disk_codec", [None, "zstd"])
 def test_every_codec_serves_from_both_tiers_and_after_a_restart(
-    folder: Path, codec: str, error_max: float
+    folder: Path, codec: str, error_max: float, disk_codec: str | None
 ) -> None:
     namespace = EXACT if error_max == 0 else LOSSY
-    room = Room(folder, codec)
+    room = Room(folder, codec, disk_codec)
     assert room.store(room.sequence(namespace))
     for tier in (Tier.DRAM, Tier.DISK):
         if tier is Tier.DISK:
             room.close()
-            room = Room(folder, codec)
+            room = Room(folder, codec, disk_codec)
         outcome = room.load(room.sequence(namespace))
         assert outcome is not None
         assert outcome.tokens_by_tier == {tier: CHUNKS * CHUNK}

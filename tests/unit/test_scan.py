@@ -12,11 +12,18 @@ import pytest
 from kvtier.constants import QUARANTINE_FILES_MAX
 from kvtier.errors import FormatError, IdentityError
 from kvtier.keys import shard_key
-from kvtier.shard_format import parse_header, seal
+from kvtier.shard_format import seal
 from kvtier.testing.fault_files import EVER, FaultyFiles, FileFailure, FileOperation
 from kvtier.testing.policy_machine import chunk_key
 from kvtier.tiers.disk.files import FileInfo, LocalFiles
-from kvtier.tiers.disk.scan import Scanned, check_file, parse_name, scan, shard_path
+from kvtier.tiers.disk.scan import (
+    Scanned,
+    check_file,
+    file_header,
+    parse_name,
+    scan,
+    shard_path,
+)
 from kvtier.types import Entry, ShardId
 from tests.lib.disk_lab import NAMESPACE, aligned, damage, describe, fill_slot, geometry_of
 
@@ -187,7 +194,7 @@ def test_a_name_tells_the_shard_and_the_generation() -> None:
 
 def test_a_file_must_be_what_its_name_and_length_say(tmp_path: Path) -> None:
     (path, _) = put(tmp_path, "a", generation=10)
-    header = parse_header(memoryview(path.read_bytes())[:4096])
+    header = file_header(memoryview(path.read_bytes())[:4096])
     nbytes = path.stat().st_size
     assert check_file(header, FileInfo(str(path), nbytes, 0.0)) == 10
     with pytest.raises(FormatError, match="not what its header says"):

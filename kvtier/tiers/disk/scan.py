@@ -11,11 +11,13 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtier.constants import ALIGN_BYTES, HEADER_BYTES_MAX, QUARANTINE_FILES_MAX
 from kvtier.errors import FormatError, IdentityError, ShardError
 from kvtier.keys import shard_key
-from kvtier.shard_format import ShardHeader, header_length, parse_header, shard_geometry
+from kvtier.shard_format import ShardHeader, parse_header, shard_geometry
+from kvtier.stored_shard import first_bytes, parse_stored
 from kvtier.tiers.disk.files import FileInfo, Files
 from kvtier.tiers.disk.rows import Kind, Row
 from kvtier.types import ChunkKey, ShardId
@@ -30,6 +32,13 @@ class Scanned:
     rows: tuple[Row, ...]
     corrupt: tuple[FileInfo, ...]
     useless: tuple[FileInfo, ...]
+
+
+class FileHeader(NamedTuple):
+    """What a file says of itself: its shard, and how long the file is."""
+
+    shard: ShardHeader
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +60,21 @@ def parse_name(path: str) -> tuple[bytes, int] | None:
     return (bytes.fromhex(match[1]), int(match[2], 16)) if match else None
 
 
-def check_file(header: ShardHeader, info: FileInfo) -> int:
+def file_header(data: memoryview) -> FileHeader:
+    """Read the header that a file begins with, encoded or not. Raises ``FormatError``."""
+    if first_bytes(data)[1]:
+        stored = parse_stored(data)
+        return FileHeader(stored.header, stored.stored_bytes)
+    header = parse_header(data)
+    return FileHeader(header, shard_geometry(header.section_bytes).shard_bytes)
+
+
+def check_file(header: FileHeader, info: FileInfo) -> int:
     """Return a file's generation. Raises ``ShardError`` unless name and length fit its header."""
     named = parse_name(info.path)
-    if named is None or named[0] != shard_key(header.chunk, header.shard):
+    if named is None or named[0] != shard_key(header.shard.chunk, header.shard.shard):
         raise IdentityError(f"{info.path} holds another shard than its name says")
-    if shard_geometry(header.section_bytes).shard_bytes != info.nbytes:
+    if header.nbytes != info.nbytes:
         raise FormatError(f"{info.path} has {info.nbytes} bytes, not what its header says")
     return named[1]
 
@@ -73,8 +91,9 @@ def scan(files: Files, infos: Iterable[FileInfo]) -> Scanned:
     buffer = memoryview(mmap.mmap(-1, HEADER_BYTES_MAX))
     for info in sorted(infos, key=lambda each: each.path):
         try:
-            header = _read_header(files, info, buffer)
-            shard = _Shard(header, info, check_file(header, info))
+            found = _read_header(files, info, buffer)
+            header = found.shard
+            shard = _Shard(header, info, check_file(found, info))
             place = shard_path("/", header.chunk, header.shard, shard.generation)
             if not info.path.endswith(place):
                 useless.append(info)  # A copy of a folder: nobody would find it here.
@@ -106,14 +125,14 @@ def scan(files: Files, infos: Iterable[FileInfo]) -> Scanned:
     return Scanned(tuple(rows), tuple(corrupt), tuple(useless))
 
 
-def _read_header(files: Files, info: FileInfo, buffer: memoryview) -> ShardHeader:
+def _read_header(files: Files, info: FileInfo, buffer: memoryview) -> FileHeader:
     page = buffer[:ALIGN_BYTES]
     if files.read(info.path, 0, page) != len(page):
         raise FormatError(f"{info.path} has {info.nbytes} bytes, less than a header")
-    page = buffer[: header_length(page)]
+    page = buffer[: first_bytes(page)[0]]
     if len(page) > ALIGN_BYTES and files.read(info.path, 0, page) != len(page):
         raise FormatError(f"{info.path} has {info.nbytes} bytes, less than its header")
-    return parse_header(page)
+    return file_header(page)
 
 
 def _row(shards: Sequence[_Shard]) -> Row | None:

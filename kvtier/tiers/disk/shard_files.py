@@ -29,11 +29,14 @@ from dataclasses import dataclass
 from kvtier.config import Durability
 from kvtier.constants import ALIGN_BYTES, READ_STEP_BYTES, SWEEP_WHOLE_CHUNKS
 from kvtier.errors import FormatError, TierUnavailableError
+from kvtier.stored_shard import stored_header_bytes
 from kvtier.tiers.arrival import Arrival, Expected, read_steps
+from kvtier.tiers.decoding import ByteCodecs, DecodedArrival
 from kvtier.tiers.disk.files import FileInfo, FileSystem
 from kvtier.tiers.disk.journal import Changes, Journal
 from kvtier.tiers.disk.rows import Rows
 from kvtier.tiers.disk.scan import Scanned, scan, shard_path
+from kvtier.tiers.scratch import Scratch
 from kvtier.types import ChunkKey, ShardId
 
 
@@ -67,6 +70,8 @@ class ShardFiles:
         self._files = files
         self._lock_descriptor = -1
         self._journal = Journal(self.root, files)
+        self._scratch = Scratch()
+        self._byte_codecs = ByteCodecs()
         # Rows of an index that could not be written at open; it is tried again with every change.
         self._unwritten: Rows | None = None
         # Unique over restarts as long as the clock does not run backwards by whole restarts; a
@@ -230,19 +235,41 @@ class ShardFiles:
 
         ``progress(n)`` is called in this thread each time the first ``n`` sections are verified.
         The caller owns the slot until this returns. Raises ``OSError``, ``DirectoryLostError``
-        above all, or ``ShardError`` when the bytes are not the expected shard.
+        above all, ``ShardError`` when the bytes are not the expected shard, ``RegistryError`` or
+        ``MissingExtraError`` where the byte codec that encoded it is not installed.
         """
+        if expected.encoded:
+            self._read_encoded(path, slot, expected, progress)
+            return
         arrival = Arrival(slot, expected)
         for step in read_steps(expected.geometry, READ_STEP_BYTES):
-            try:
-                count = self._files.read(path, step.start, slot[step.start : step.end])
-            except OSError:
-                self._raise_if_lost()
-                raise
-            if count != step.end - step.start:
-                raise FormatError(f"{path} ends before byte {step.end}")
+            self._read(path, step.start, slot[step.start : step.end])
             arrival.take(step)
             progress(step.sections.stop)
+
+    def _read_encoded(
+        self, path: str, slot: memoryview, expected: Expected, progress: Callable[[int], None]
+    ) -> None:
+        nbytes = expected.stored_bytes or 0
+        if nbytes > expected.geometry.shard_bytes:
+            raise FormatError(f"{path} is said to have {nbytes} bytes, more than its shard")
+        step_bytes = max(READ_STEP_BYTES, stored_header_bytes(expected.layout.sections))
+        with self._scratch.lent(nbytes) as buffer:
+            data = buffer[:nbytes]
+            arrival = DecodedArrival(data, slot, expected, self._byte_codecs)
+            for start in range(0, nbytes, step_bytes):
+                end = min(start + step_bytes, nbytes)
+                self._read(path, start, data[start:end])
+                progress(arrival.take(end))
+
+    def _read(self, path: str, start: int, into: memoryview) -> None:
+        try:
+            count = self._files.read(path, start, into)
+        except OSError:
+            self._raise_if_lost()
+            raise
+        if count != len(into):
+            raise FormatError(f"{path} ends before byte {start + len(into)}")
 
     def probe(self) -> None:
         """Read a page, to see whether the device answers. Raises ``OSError``."""

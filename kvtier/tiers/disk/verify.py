@@ -16,10 +16,11 @@ from enum import StrEnum
 from kvtier.constants import SHARD_BYTES_MAX
 from kvtier.errors import FormatError, ShardError
 from kvtier.keys import shard_key
-from kvtier.shard_format import ShardHeader, parse_header, verify_section
+from kvtier.shard_format import ShardHeader, verify_section
+from kvtier.stored_shard import first_bytes, parse_stored, verify_stored
 from kvtier.tiers.disk.files import FileInfo, FileSystem
 from kvtier.tiers.disk.journal import Journal
-from kvtier.tiers.disk.scan import check_file
+from kvtier.tiers.disk.scan import check_file, file_header
 from kvtier.types import ChunkKey
 
 
@@ -153,11 +154,16 @@ class Verifier:
         data = self._buffer[: info.nbytes]
         if self._files.read(info.path, 0, data) != info.nbytes:
             raise FormatError(f"{info.path} ends before byte {info.nbytes}")
-        header = parse_header(data)
+        header = file_header(data)
         check_file(header, info)
-        for section in range(len(header.section_bytes)):
-            verify_section(data, header, section)
-        return header
+        if first_bytes(data)[1]:
+            stored = parse_stored(data)
+            for section in range(len(stored.encoding.section_bytes)):
+                verify_stored(data, stored, section)
+        else:
+            for section in range(len(header.shard.section_bytes)):
+                verify_section(data, header.shard, section)
+        return header.shard
 
     def _find_orphans(self) -> None:
         chunks: dict[ChunkKey, ChunkKey | None] = {

@@ -1,0 +1,105 @@
+"""Making a chunk in DRAM ready to leave it: sealed, and encoded where that saves enough."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvtier.cache.planner import ChunkShape
+from kvtier.interfaces import ByteCodec
+from kvtier.shard_format import ShardDescription, seal
+from kvtier.stored_shard import (
+    Encoding,
+    encode_sections,
+    stored_bytes_max,
+    stored_sizes,
+    write_header,
+)
+from kvtier.tiers.scratch import Scratch
+from kvtier.types import Entry, ShardId
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChunk:
+    """A chunk's shards as they are stored: in ``buffers``, or in their slots where there are none.
+
+    Whoever has it gives it back to its encoder, once nobody reads it any more.
+    """
+
+    shards: Mapping[ShardId, memoryview]
+    buffers: tuple[memoryview, ...]
+
+    @property
+    def sizes(self) -> dict[ShardId, int]:
+        """The bytes that each shard takes below DRAM."""
+        return {shard: len(data) for shard, data in self.shards.items()}
+
+
+class ChunkEncoder:
+    """Encodes chunks with one byte codec into memory of its own. Safe from any thread."""
+
+    def __init__(self, codec: ByteCodec) -> None:
+        self._codec = codec
+        self._scratch = Scratch()
+
+    @property
+    def name(self) -> str:
+        """The byte codec's."""
+        return self._codec.name
+
+    def encode(
+        self, slots: Mapping[ShardId, memoryview], descriptions: Mapping[ShardId, ShardDescription]
+    ) -> EncodedChunk:
+        """Seal a chunk's slots and encode them, all of them or none.
+
+        The caller keeps the slots pinned until the chunk is given back. Blocks for as long as
+        the codec takes, the GIL released for most of it. Raises ``FormatError`` as ``seal``.
+        """
+        headers = {shard: seal(slots[shard], text) for shard, text in descriptions.items()}
+        buffers: dict[ShardId, memoryview] = {}
+        encodings: dict[ShardId, Encoding] = {}
+        for shard, header in headers.items():
+            buffers[shard] = self._scratch.take(stored_bytes_max(header, self._codec))
+            encodings[shard] = encode_sections(slots[shard], header, self._codec, buffers[shard])
+        sizes = stored_sizes([(len(slots[s]), each.end) for s, each in encodings.items()])
+        if sizes is None:
+            found = EncodedChunk(dict(slots), ())
+            self.give_back(EncodedChunk({}, tuple(buffers.values())))
+            return found
+        shards = {
+            shard: write_header(slots[shard], encodings[shard], buffers[shard], nbytes)
+            for shard, nbytes in zip(encodings, sizes, strict=True)
+        }
+        return EncodedChunk(shards, tuple(buffers.values()))
+
+    def give_back(self, chunk: EncodedChunk) -> None:
+        """Use the buffers of a chunk again."""
+        for buffer in chunk.buffers:
+            self._scratch.give(buffer)
+
+
+def chunk_encoder(codec: ByteCodec) -> ChunkEncoder:
+    """Return the encoder of a codec that works here.
+
+    Raises ``MissingExtraError`` where what the codec needs is not installed.
+    """
+    codec.encode(memoryview(b""), 1, memoryview(bytearray(codec.encoded_bytes_max(0))))
+    return ChunkEncoder(codec)
+
+
+def describe(entry: Entry, namespace: bytes, shape: ChunkShape, shard: ShardId) -> ShardDescription:
+    """Return what the header of a chunk's shard says."""
+    layout = shape.layouts[shard]
+    return ShardDescription(
+        chunk=entry.key,
+        shard=shard,
+        parent=entry.parent,
+        position=entry.position,
+        namespace=namespace,
+        codec=shape.codec,
+        codec_params={},
+        layout=layout,
+        token_count=layout.tokens,
+        has_sinks=layout.sink_tokens > 0,
+        section_bytes=shape.geometries[shard].section_bytes,
+    )
