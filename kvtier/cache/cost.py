@@ -24,8 +24,11 @@ from itertools import groupby
 
 from kvtier.types import ChunkHit, Tier
 
-#: What speaks for the verdict of last time: half of the ten per cent between going and coming.
-HYSTERESIS = 0.05
+#: A tier whose tokens are loaded is left when that takes longer than so many times computing them,
+#: one that was left is taken up again below so many. Between the two, what was goes on. Both keep
+#: away from what a try costs and from where a load is given up (``Patience``).
+LEAVES_AT = 1.05
+RETURNS_AT = 0.975
 
 #: Seconds to compute tokens ``start .. end``; None while nothing is known of it.
 Recompute = Callable[[int, int], float | None]
@@ -156,8 +159,7 @@ def _best_cut(priced: list[tuple[Segment, Price]], end: int, recompute: Recomput
     for count in range(len(priced) + 1):
         if count:
             run, price = priced[count - 1]
-            weight = 1 + HYSTERESIS if price.left_before else 1 - HYSTERESIS
-            load_s += 0.0 if price.load_s is None else price.load_s * weight
+            load_s += (price.load_s or 0.0) / (RETURNS_AT if price.left_before else LEAVES_AT)
             start = run.end_token
         else:
             start = priced[0][0].start_token

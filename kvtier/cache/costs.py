@@ -46,6 +46,11 @@ class Choice:
         return max(loaded, default=self.start_token)
 
     @property
+    def lean(self) -> bool:
+        """True when a load is a try: it has one chunk on its way until something has come."""
+        return self.terms is not None and self.terms.head_start_s is not None
+
+    @property
     def left(self) -> list[Judged]:
         """Runs that are not worth loading."""
         return [each for each in self.judged if not each.loaded]

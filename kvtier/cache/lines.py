@@ -2,8 +2,8 @@
 
 A line is the repeated median of Siegel (Biometrika 69, 1982): the median, over all points, of the
 median slope to the other points. Nearly half of the points may be anything. So an outlier counts
-for nothing, and of a window of eight points five new ones outvote the old: a link that has become
-a thousand times slower, or faster, is known for it after five transfers.
+for nothing, and of a window of eight points five new ones outvote the old. Where the change is by
+more than half, two in a row do.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from kvtier.constants import COST_POINTS_MAX, COST_SHAPE_POINTS_MAX
 
 #: Points whose x lie nearer to each other than this share of the largest say nothing of a slope.
 _APART = 0.25
+#: Two in a row that are so many times above the line, or below, make what was before them void.
+FAR = 2.0
 
 
 class Line(NamedTuple):
@@ -45,7 +47,15 @@ class Points:
     def observe(self, x: float, y: float) -> None:
         """Take in a measurement; both numbers are above zero."""
         self._points.append((x, y))
+        if self._line is not None and len(self._points) > 2 and self._changed(self._line):
+            for _ in range(len(self._points) - 2):
+                self._points.popleft()
         self._line = _fit(self._points)
+
+    def _changed(self, line: Line) -> bool:
+        """Tell whether the last two both lie far off, on the same side: one may be an outlier."""
+        ratios = [y / line.at(x) for x, y in list(self._points)[-2:]]
+        return min(ratios) > FAR or max(ratios) < 1 / FAR
 
     def kept(self) -> list[tuple[float, float]]:
         """Return what another process can go on from."""

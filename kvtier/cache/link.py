@@ -5,20 +5,23 @@ whole: bytes that came, over the time in which something was on its way::
 
     reads     |──── 0 ────|─── 2 ───|
                 |────── 1 ──────|
-    windows   [ 0 and half of 1 ][  rest  ]        each one is a measurement
+    window    [      until all is silent     ]     one measurement
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvtier.cache.lines import Line, Points
+from kvtier.cache.lines import FAR, Line, Points
 
 #: A link that has been silent for so many times as long as all that is out should take has
 #: become slower than anything that is known of it.
 _SILENCE = 2.0
 #: Silence that says nothing: threads are scheduled in such times.
 _SILENCE_S_MIN = 0.02
+#: A window that never falls silent is closed after so many transfers. What is about to come of
+#: those beside the last one is not counted then, which is little of so many.
+_WINDOW_TRANSFERS = 16
 
 
 class Link:
@@ -64,8 +67,7 @@ class Link:
         """Note the end of a transfer of ``nbytes``, of which some may never have come."""
         self._inflight -= 1
         self._queued_bytes = max(self._queued_bytes - missing_bytes, 0)
-        # Little that came just behind a window says nothing of the link.
-        enough = self._window_bytes >= (nbytes if self._inflight else (nbytes + 1) // 2)
+        enough = self.idle or self._window_bytes >= _WINDOW_TRANSFERS * nbytes
         if enough and self._window_bytes and now > self._window_start:
             seconds = now - self._window_start
             if not self._window_from_idle and self.line is not None:
@@ -76,12 +78,14 @@ class Link:
     def seconds(self, nbytes: int) -> float | None:
         """Return how long so many bytes take behind what is on its way; None when unknown."""
         line = self.line
-        if line is not None:
-            return line.at(self._queued_bytes + nbytes)
-        if self._window_bytes and not self.idle:
-            pace = (self._arrived_s - self._window_start) / self._window_bytes
-            return pace * (self._queued_bytes + nbytes)
-        return None
+        total_bytes = self._queued_bytes + nbytes
+        if self.idle or not self._window_bytes:
+            return None if line is None else line.at(total_bytes)
+        taken = self._arrived_s - self._window_start
+        # What comes right now may be far from what came before.
+        if line is None or not 1 / FAR < taken / line.at(self._window_bytes) < FAR:
+            return taken / self._window_bytes * total_bytes
+        return line.at(total_bytes)
 
     def silent(self, now: float, patience_s: float) -> bool:
         """Tell whether the link owes an answer for longer than all that is out should take.

@@ -50,20 +50,21 @@ class Patience:
     worth: float = 1.0
     head_start_s: float | None = None
     _share: float = field(default=0.0, init=False)
+    _first: tuple[float, float] | None = field(default=None, init=False)
     _projected_s: float | None = field(default=None, init=False)
 
-    def over(self, now: float, share: float, complete_token: int) -> bool:
+    def over(self, now: float, share: float, coming: float, complete_token: int) -> bool:
         """Tell whether to give up, now that this share of the bytes has come.
 
-        Tokens up to ``complete_token`` are kept in any case. Call it again and again: when a
-        share was first seen is taken for when it came.
+        Transfers run side by side: ``coming`` is the share that may be about to come of those
+        beside the one that was seen last. Tokens up to ``complete_token`` are kept in any case.
+        Call it again and again: when a share was first seen is taken for when it came.
         """
         if share >= 1.0:
             return False
         waited = now - self.begun_s
         if share > self._share:
-            self._share = share
-            self._projected_s = waited / share
+            self._project(waited, share, min(share + coming, 1.0))
         total = self._recompute_s(self.start_token)
         left = self._recompute_s(complete_token)
         if total is None or left is None:
@@ -71,12 +72,27 @@ class Patience:
         if self._projected_s is None:
             limit = total if self.head_start_s is None else self.head_start_s
             return waited >= limit
-        # What should have been complete by now has been held up: it goes on at its average pace.
-        projected = self._projected_s if waited < self._projected_s else waited / self._share
+        if waited >= total:
+            # What should have been complete by now goes on at its average pace.
+            average_s = waited / min(share + coming, 1.0)
+            self._projected_s = max(self._projected_s, average_s)
+        projected = self._projected_s
         if max(projected, waited) > total * (1 + OVERTIME):
             return True
         slack = OVERTIME * total if self.head_start_s is None else 0.0
         return projected - waited > left + slack
+
+    def _project(self, waited: float, share: float, optimistic_share: float) -> None:
+        """Draw a line from what came first to what has come now; before that was latency."""
+        if self._first is None:
+            self._first = waited, share
+            # A load that should be too slow has to prove itself by what comes first.
+            quick = self.head_start_s is None
+            self._projected_s = waited if quick else waited / optimistic_share
+        else:
+            began, first = self._first
+            self._projected_s = began + (waited - began) * (1 - first) / (optimistic_share - first)
+        self._share = share
 
     def _recompute_s(self, start_token: int) -> float | None:
         seconds = self.prefill.seconds(start_token, max(self.end_token, start_token))
