@@ -17,6 +17,7 @@ from kvtier.constants import SHARD_FORMAT_VERSION
 from kvtier.keys import (
     chunk_key,
     encode_namespace,
+    foreign_key,
     namespace_digest,
     shard_key,
     tail_key,
@@ -29,6 +30,8 @@ from kvtier.types import Fidelity, GroupKind, KVGroup, KVLayout, Namespace, Shar
 FOLDER = Path(__file__).parent
 TOKENS = tuple(range(1, 9))
 TAIL_TOKENS = (9, 10, 11)
+#: Scheme and key: one character each, text beyond ASCII, and what could be taken for the other.
+FOREIGN = (("s", b"k"), ("sglang 0.5:page=64:ü", bytes(range(64))), ("sk", b"\0"), ("", b"sk\0"))
 
 
 def plain_layout() -> KVLayout:
@@ -146,10 +149,17 @@ def _key_vector(name: str, namespace: Namespace, epoch: int) -> dict[str, object
     }
 
 
+def _foreign_vector(scheme: str, key: bytes) -> dict[str, str]:
+    root = namespace_digest(*namespaces()["plain"])
+    digest = foreign_key(root, scheme, key)
+    return {"root": root.hex(), "scheme": scheme, "key": key.hex(), "digest": digest.hex()}
+
+
 def golden_files() -> dict[str, bytes]:
     """Return every golden file of the current version by its name."""
     keys = {
         "namespaces": [_key_vector(name, *pair) for name, pair in namespaces().items()],
+        "foreign": [_foreign_vector(*pair) for pair in FOREIGN],
         "weights_id": weights_id(
             (
                 ("model.embed", "F32", (4, 2), hashlib.sha256(b"embed").digest()),

@@ -17,13 +17,22 @@ from typing import Any
 import pytest
 
 from kvtier.cache.sequence import Sequence
-from kvtier.keys import chunk_key, encode_namespace, namespace_digest, shard_key, tail_key
+from kvtier.keys import (
+    chunk_key,
+    encode_namespace,
+    foreign_key,
+    namespace_digest,
+    shard_key,
+    tail_key,
+)
 from kvtier.layout import shard_ids
 from kvtier.types import Fidelity, GroupKind, KVGroup, KVLayout, Namespace
 from tests.golden.make_golden import golden_files
 
 FOLDER = Path(__file__).parent
-VECTORS: list[dict[str, Any]] = json.loads((FOLDER / "keys.json").read_text())["namespaces"]
+KEYS = json.loads((FOLDER / "keys.json").read_text())
+VECTORS: list[dict[str, Any]] = KEYS["namespaces"]
+FOREIGN: list[dict[str, str]] = KEYS["foreign"]
 
 
 def namespace_of(fields: dict[str, Any]) -> Namespace:
@@ -71,8 +80,19 @@ def test_the_pinned_keys_are_what_the_reference_says(vector: dict[str, Any]) -> 
         assert len(bytes.fromhex(key)) == 38
 
 
+@pytest.mark.parametrize("vector", FOREIGN, ids=lambda vector: vector["scheme"])
+def test_b33_foreign_keys_are_what_production_and_the_reference_say(vector: dict[str, str]) -> None:
+    root, key = bytes.fromhex(vector["root"]), bytes.fromhex(vector["key"])
+    assert foreign_key(root, vector["scheme"], key).hex() == vector["digest"]
+    hashed = b"KVTier foreign key 1"
+    for tag, value in enumerate((root, vector["scheme"].encode(), key), 1):
+        hashed += struct.pack(">BI", tag, len(value)) + value
+    assert hashlib.sha256(hashed).hexdigest() == vector["digest"]
+
+
 def test_vectors_differ_from_each_other() -> None:
     assert len({vector["root"] for vector in VECTORS}) == len(VECTORS)
+    assert len({vector["digest"] for vector in FOREIGN}) == len(FOREIGN)
 
 
 def test_b25_b26_fresh_processes_agree_whatever_their_hash_seed(tmp_path: Path) -> None:

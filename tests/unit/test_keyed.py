@@ -59,7 +59,7 @@ def test_payloads_of_every_size_come_back_from_dram(setup: KeyedSetup) -> None:
     assert keyed.contains([*SIZES, b"other"]) == [*[True] * len(SIZES), False]
 
 
-def test_b48_payloads_of_every_size_come_back_after_a_restart(setup: KeyedSetup) -> None:
+def test_payloads_of_every_size_come_back_after_a_restart(setup: KeyedSetup) -> None:
     keyed, cache = setup.on_disk(SIZES)
     assert keyed.contains(list(SIZES)) == [True] * len(SIZES)
     assert get(keyed, SIZES) == [Tier.DISK] * len(SIZES)
@@ -80,7 +80,7 @@ def test_the_codecs_of_kv_leave_payloads_alone(setup: KeyedSetup, disk_codec: st
     assert get(keyed, SIZES) == [Tier.DISK] * len(SIZES)
 
 
-def test_two_namespaces_and_two_schemes_never_share(setup: KeyedSetup) -> None:
+def test_b32_b102_two_namespaces_and_two_schemes_never_share(setup: KeyedSetup) -> None:
     keyed, cache = setup.open()
     others = [
         KeyedCache(cache, replace(NAMESPACE, tenant_salt="another"), SCHEME),
