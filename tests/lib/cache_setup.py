@@ -6,7 +6,7 @@ import contextlib
 import logging
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from kvtier.cache.cache import Cache
 from kvtier.cache.planner import chunk_shape
 from kvtier.codecs.raw import RawCodec
-from kvtier.config import CacheConfig, DiskConfig, Durability, WriteMode
+from kvtier.config import CacheConfig, DiskConfig, Durability, TenantQuota, WriteMode
 from kvtier.constants import HEALTH_BACKOFF_S_MIN
 from kvtier.interfaces import Clock
 from kvtier.obs.stats import CacheStats, TierStats
@@ -78,6 +78,12 @@ SPLIT = KVLayout(
 STAGED = KVLayout((FULL,), chunk_tokens=CHUNK, stage_starts=(0, 2), section_layers=1)
 
 
+def of_tenant(engine: EngineDouble, salt: str, **fields: str) -> EngineDouble:
+    """Give another tenant an engine over the same cache; the caller closes it."""
+    namespace = replace(engine.namespace, tenant_salt=salt, **fields)
+    return EngineDouble(engine.cache, namespace, block_tokens=BLOCK)
+
+
 def ranks(size: int, stages: int = 1) -> tuple[Placement, ...]:
     """Every rank of every stage."""
     return tuple(
@@ -120,6 +126,8 @@ class CacheSetup:
         load_deadline_s: float = 5.0,
         pending_deadline_s: float = 2.0,
         block_count: int = 96,
+        quota_chunks: int = 0,
+        quotas: tuple[TenantQuota, ...] = (),
     ) -> EngineDouble:
         """Open a cache that holds so many chunks of ``layout``, with an engine beside it."""
         chunk_bytes = chunk_shape(layout, RawCodec()).chunk_bytes
@@ -134,6 +142,8 @@ class CacheSetup:
             workers=placements,
             load_deadline_s=load_deadline_s,
             pending_deadline_s=pending_deadline_s,
+            tenant_quota_bytes=quota_chunks * chunk_bytes,
+            tenant_quotas=quotas,
         )
         cache = Cache(config, clock=clock, files=self.files)
         namespace = Namespace("weights", layout, tenant_salt=salt)
