@@ -9,6 +9,7 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from fastapi import FastAPI
@@ -22,6 +23,8 @@ from kvtier.clock import SystemClock
 from kvtier.codecs.known import KnownCodecs
 from kvtier.config import CacheConfig, format_size
 from kvtier.errors import ConfigError
+from kvtier.obs.event_publisher import EventPublisher
+from kvtier.obs.spans import OtelSpans, Spans
 from kvtier.types import Fidelity, KVLayout, Namespace, Placement
 from kvtier_engine.access_recorder import AccessRecorder, open_recorder
 from kvtier_engine.api.admission import Admission
@@ -35,13 +38,14 @@ from kvtier_engine.core import EngineCore, tell_nobody
 from kvtier_engine.device import device_name
 from kvtier_engine.engine import Engine
 from kvtier_engine.kv_pool import KVPool
+from kvtier_engine.metric_series import SERIES, TENANT_SERIES
 from kvtier_engine.options import DtypeChoice
 from kvtier_engine.prometheus import EngineCollector, Snapshot
 from kvtier_engine.refusal import EngineLimits
 from kvtier_engine.runner import ModelRunner
 from kvtier_engine.scheduling import SchedulerConfig
 from kvtier_engine.settings import EngineConfig, Settings
-from kvtier_engine.status import Facts, health_of, is_degraded
+from kvtier_engine.status import Facts, health_of, is_degraded, stats_of
 from kvtier_engine.tokenizer import Tokenizer
 from kvtier_engine.weights.load import LoadedModel, kv_layout, load_model
 
@@ -68,6 +72,7 @@ class Server:
         facts: Facts,
         tiers: Tiers | None,
         recorder: AccessRecorder | None,
+        publisher: EventPublisher | None,
     ) -> None:
         self.settings = settings
         self.engine = engine
@@ -77,10 +82,14 @@ class Server:
         self.admission = Admission(_sequences_max(settings.config))
         self._tiers = tiers
         self._recorder = recorder
+        self._publisher = publisher
         self._started = False
-        self._service = Service(engine, self.admission, SystemClock())
+        self._clock = SystemClock()
+        self._began_s = self._clock.now()
+        self._service = Service(engine, self.admission, self._clock)
         self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(self.snapshot))
+        series = SERIES + (TENANT_SERIES if settings.config.tenant_metrics else ())
+        self._registry.register(EngineCollector(self.snapshot, series))
 
     def snapshot(self) -> Snapshot:
         """Return every figure as it stands. On the event loop's thread."""
@@ -99,6 +108,13 @@ class Server:
         draining = self.admission.draining
         return health_of(self.model, self.facts, now.engine, now.cache, draining=draining)
 
+    def stats(self) -> dict[str, Any]:
+        """Return what ``/v1/kvtier/stats`` answers."""
+        uptime_s = self._clock.now() - self._began_s
+        tenants = self.settings.config.tenant_metrics
+        now = self.snapshot()
+        return stats_of(self.model, self.facts, now, uptime_s=uptime_s, tenants=tenants)
+
     def application(self) -> FastAPI:
         """Return the HTTP application; its lifespan starts the engine and closes everything."""
         return create_app(
@@ -107,6 +123,7 @@ class Server:
             self.model,
             self.settings,
             health=self.health,
+            stats=self.stats,
             registry=self._registry,
             lifespan=self._lifespan,
         )
@@ -118,6 +135,9 @@ class Server:
         self.engine.start()
         if self._recorder is not None:
             self._recorder.start()
+        events = None if self._tiers is None else self._tiers.cache.events
+        if self._publisher is not None and events is not None:
+            self._publisher.start(events)
         try:
             yield
         finally:
@@ -130,6 +150,8 @@ class Server:
             self.engine.stop(0)
         if self._recorder is not None:
             self._recorder.close()
+        if self._publisher is not None:
+            self._publisher.close()
         if self._tiers is not None:
             self._tiers.worker.close()
             self._tiers.cache.close()
@@ -171,8 +193,12 @@ def build(settings: Settings) -> Server:
         recorder = _recorder(config, namespace)
         if recorder is not None:
             undo.callback(recorder.close)
+        spans = _spans(config)
+        publisher = _publisher(config)
+        if publisher is not None:
+            undo.callback(publisher.close)
         # The tiers have threads, so they come last: nothing that could fail is left to do.
-        tiers, problem = _tiers_boundary(cache_config, pool, namespace)
+        tiers, problem = _tiers_boundary(cache_config, pool, namespace, spans)
         undo.pop_all()
     engine = _engine(config, loaded, namespace, runner, pool, model, tiers, recorder)
     facts = Facts(
@@ -185,7 +211,7 @@ def build(settings: Settings) -> Server:
         stored_bytes_per_token=chunk_bytes / config.chunk_tokens,
         cache_problem=problem,
     )
-    return Server(settings, engine, loaded.tokenizer, model, facts, tiers, recorder)
+    return Server(settings, engine, loaded.tokenizer, model, facts, tiers, recorder, publisher)
 
 
 def _fidelity(config: CacheConfig | None) -> Fidelity:
@@ -202,6 +228,24 @@ def _recorder(config: EngineConfig, namespace: Namespace) -> AccessRecorder | No
         return open_recorder(Path(config.access_log), namespace)
     except ConfigError as error:
         raise ConfigError(f"--access-log: {error}") from error
+
+
+def _spans(config: EngineConfig) -> Spans | None:
+    if not config.traces:
+        return None
+    try:
+        return OtelSpans()
+    except ConfigError as error:
+        raise ConfigError(f"--traces: {error}") from error
+
+
+def _publisher(config: EngineConfig) -> EventPublisher | None:
+    if not config.kv_events:
+        return None
+    try:
+        return EventPublisher(config.kv_events, clock=SystemClock())
+    except ConfigError as error:
+        raise ConfigError(f"--kv-events: {error}") from error
 
 
 def _engine(
@@ -246,13 +290,13 @@ def _pool(config: EngineConfig, layout: KVLayout, device: str) -> KVPool:
 
 
 def _tiers_boundary(
-    config: CacheConfig | None, pool: KVPool, namespace: Namespace
+    config: CacheConfig | None, pool: KVPool, namespace: Namespace, spans: Spans | None
 ) -> tuple[Tiers | None, str]:
     """Open the cache, or say why there is none: a cache is worth less than an answer."""
     if config is None:
         return None, ""
     try:
-        cache = Cache(config)
+        cache = Cache(config, spans=spans)
     except ConfigError as error:
         raise ConfigError(f"--dram {format_size(config.dram_bytes)}: {error}") from error
     # Whatever it is: requests are answered without a cache.

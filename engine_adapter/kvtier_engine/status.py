@@ -1,15 +1,19 @@
-"""What the server says of its own state: one snapshot, told as ``/health`` and to Prometheus."""
+"""What the server says of its own state: as ``/health``, and in full as ``/v1/kvtier/stats``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
-from kvtier.obs.stats import CacheStats
+from kvtier.obs.stats import CacheStats, Histogram, TenantCounters, TierStats
 from kvtier.types import Tier
 from kvtier_engine.api.app import Health
 from kvtier_engine.api.ports import ServedModel
 from kvtier_engine.engine_stats import EngineStats
+from kvtier_engine.prometheus import Snapshot
+
+_QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,41 +65,119 @@ def health_of(
             "hbm": facts.block_bytes / facts.block_tokens,
             "stored": facts.stored_bytes_per_token,
         },
-        "sequences": {
-            "running": engine.running,
-            "waiting": engine.waiting,
-            "loading": engine.loading,
-        },
+        "sequences": _sequences(engine),
         "tiers": _tiers(facts, engine, cache),
     }
     return Health(serving=not engine.error and not draining, report=report)
 
 
-def _tiers(facts: Facts, engine: EngineStats, cache: CacheStats | None) -> list[dict[str, Any]]:
-    held = engine.blocks_used + engine.blocks_cached
-    hbm = _tier(
-        Tier.HBM, "ok", "", held * facts.block_bytes, engine.blocks_total * facts.block_bytes
-    )
+def stats_of(
+    model: ServedModel,
+    facts: Facts,
+    now: Snapshot,
+    *,
+    uptime_s: float,
+    tenants: bool,
+) -> dict[str, Any]:
+    """Return every figure of the tiers; counters since the start, seconds and bytes throughout.
+
+    ``tenants`` says whether those are told apart that clients may not know of.
+    """
+    engine, cache = now.engine, now.cache
+    report: dict[str, Any] = {
+        "model": model.name,
+        "uptime_s": uptime_s,
+        "degraded": now.degraded,
+        "sequences": _sequences(engine),
+        "prompt_tokens": engine.prompt_tokens,
+        "generated_tokens": engine.generated_tokens,
+        "hit_tokens": {tier.value: engine.hit_tokens.get(tier, 0) for tier in Tier},
+        "tiers": [_hbm(facts, engine), *(_figures(tier) for tier in now.tiers)],
+    }
     if cache is not None:
-        return [
-            hbm,
-            *(
-                _tier(tier.tier, tier.state, tier.detail, tier.used_bytes, tier.capacity_bytes)
-                for tier in cache.tiers
-            ),
-        ]
+        report["cache"] = {
+            "loads_inflight": cache.loads_inflight,
+            "stores_inflight": cache.stores_inflight,
+            "writes_queued": cache.writes_queued,
+            "late_jobs": cache.late_jobs,
+            "saved_compute_s": cache.saved_compute_s,
+            "lost_compute_s": cache.lost_compute_s,
+            "events_dropped": cache.events_dropped,
+        }
+    if tenants:
+        report["tenants"] = {name: _tenant(each) for name, each in now.tenants.items()}
+    return report
+
+
+def _tiers(facts: Facts, engine: EngineStats, cache: CacheStats | None) -> list[dict[str, Any]]:
+    hbm = _hbm(facts, engine)
+    if cache is not None:
+        return [hbm, *(_tier(tier) for tier in cache.tiers)]
     if facts.cache_problem:
-        return [hbm, _tier(Tier.DRAM, "unavailable", facts.cache_problem, 0, 0)]
+        problem = {"state": "unavailable", "detail": facts.cache_problem, "codec": facts.codec}
+        return [hbm, {"name": Tier.DRAM.value, **problem, "used_bytes": 0, "capacity_bytes": 0}]
     return [hbm]
 
 
-def _tier(
-    tier: Tier, state: str, detail: str, used_bytes: int, capacity_bytes: int
-) -> dict[str, Any]:
+def _hbm(facts: Facts, engine: EngineStats) -> dict[str, Any]:
+    held = engine.blocks_used + engine.blocks_cached
     return {
-        "name": tier.value,
-        "state": state,
-        "detail": detail,
-        "used_bytes": used_bytes,
-        "capacity_bytes": capacity_bytes,
+        "name": Tier.HBM.value,
+        "state": "ok",
+        "detail": "",
+        "codec": facts.dtype,
+        "used_bytes": held * facts.block_bytes,
+        "capacity_bytes": engine.blocks_total * facts.block_bytes,
     }
+
+
+def _tier(tier: TierStats) -> dict[str, Any]:
+    return {
+        "name": tier.tier.value,
+        "state": tier.state,
+        "detail": tier.detail,
+        "codec": tier.codec,
+        "used_bytes": tier.used_bytes,
+        "capacity_bytes": tier.capacity_bytes,
+    }
+
+
+def _figures(tier: TierStats) -> dict[str, Any]:
+    counters = tier.counters
+    return {
+        **_tier(tier),
+        "chunks": tier.chunks,
+        "pinned_chunks": tier.pinned_chunks,
+        "quarantined_files": tier.quarantined_files,
+        "hit_tokens": counters.hit_tokens,
+        "miss_tokens": _by_word(counters.miss_tokens),
+        "refused_chunks": _by_word(counters.refused_chunks),
+        "evicted_chunks": counters.evicted_chunks,
+        "corrupt_shards": counters.corrupt_shards,
+        "io_errors": counters.io_errors,
+        "read_bytes": counters.read_bytes,
+        "written_bytes": counters.written_bytes,
+        "index_bytes": tier.index_bytes,
+        "read_s": _latency(counters.read_latency),
+        "write_s": _latency(counters.write_latency),
+    }
+
+
+def _latency(histogram: Histogram) -> dict[str, Any]:
+    quantiles = {name: histogram.quantile(share) for name, share in _QUANTILES.items()}
+    return {"count": histogram.count, "total": histogram.total_s, **quantiles}
+
+
+def _tenant(counters: TenantCounters) -> dict[str, Any]:
+    misses: dict[str, dict[str, int]] = {}
+    for (tier, reason), tokens in counters.miss_tokens.items():
+        misses.setdefault(tier.value, {})[reason.value] = tokens
+    return {"hit_tokens": _by_word(counters.hit_tokens), "miss_tokens": misses}
+
+
+def _by_word(counts: Mapping[Any, int]) -> dict[str, int]:
+    return {word.value: count for word, count in counts.items() if count}
+
+
+def _sequences(engine: EngineStats) -> dict[str, int]:
+    return {"running": engine.running, "waiting": engine.waiting, "loading": engine.loading}

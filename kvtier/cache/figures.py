@@ -42,8 +42,6 @@ def cache_stats(
         writes_queued=queued + (room.waiting_count if room else 0),
         late_jobs=filler.late_count,
         tenants=counters.tenants(),
-        saved_compute_s=counters.saved_compute_s,
-        lost_compute_s=counters.lost_compute_s,
         events_dropped=events.dropped_count if events is not None else 0,
     )
 

@@ -6,12 +6,12 @@ the two always agree.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Final
 
 from kvtier.constants import TENANTS_COUNTED_MAX
+from kvtier.keys import tenant_digest
 from kvtier.obs.stats import TenantCounters, TierCounters
 from kvtier.types import MissReason, Tier
 
@@ -23,10 +23,8 @@ _DIGEST_HEX: Final = 12
 
 @lru_cache(maxsize=1024)
 def tenant_name(salt: str) -> str:
-    """Return what stands for a tenant in figures: the start of a digest, never the salt."""
-    if not salt:
-        return NO_TENANT
-    return hashlib.sha256(b"tenant" + salt.encode()).hexdigest()[:_DIGEST_HEX]
+    """Return what stands for a tenant in figures: the start of its digest, never the salt."""
+    return tenant_digest(salt).hex()[:_DIGEST_HEX] if salt else NO_TENANT
 
 
 class Counters(dict[Tier, TierCounters]):
@@ -39,8 +37,6 @@ class Counters(dict[Tier, TierCounters]):
     def __init__(self, tiers: Iterable[Tier]) -> None:
         super().__init__((tier, TierCounters()) for tier in tiers)
         self._tenants: dict[str, TenantCounters] = {}
-        self.saved_compute_s = 0.0
-        self.lost_compute_s = 0.0
 
     def note_hit(self, salt: str, tier: Tier, tokens: int) -> None:
         """Count tokens that a tier gave to a tenant."""
@@ -51,16 +47,6 @@ class Counters(dict[Tier, TierCounters]):
         """Count tokens that a tenant asked a tier for in vain."""
         self[tier].miss_tokens[reason] += tokens
         self._tenant(salt).miss_tokens[tier, reason] += tokens
-
-    def note_load(self, recompute_s: float, load_s: float) -> None:
-        """Count what a load was worth: the estimated time to compute its tokens, less its own.
-
-        A load that took longer than computing would have is counted apart, so that both figures
-        only grow. The caller vouches for finite values.
-        """
-        saved_s = recompute_s - load_s
-        self.saved_compute_s += max(saved_s, 0.0)
-        self.lost_compute_s += max(-saved_s, 0.0)
 
     def tenants(self) -> Mapping[str, TenantCounters]:
         """Return a snapshot, by ``tenant_name``."""

@@ -43,6 +43,28 @@ class Histogram:
         self.counts[bisect_left(LATENCY_BOUNDS_S, seconds)] += 1
         self.total_s += seconds
 
+    @property
+    def count(self) -> int:
+        """Observations so far."""
+        return sum(self.counts)
+
+    def quantile(self, share: float) -> float | None:
+        """Return the seconds that a share of the observations took at most, about.
+
+        Within a bucket they are taken to lie evenly, and at its lower bound in the last one, which
+        has no other. None before the first.
+        """
+        wanted = share * self.count
+        if not wanted:
+            return None
+        below, bounds = 0, (0.0, *LATENCY_BOUNDS_S)
+        for bucket, count in enumerate(self.counts[:-1]):
+            if below + count >= wanted:
+                start, end = bounds[bucket], bounds[bucket + 1]
+                return start + (end - start) * (wanted - below) / count
+            below += count
+        return LATENCY_BOUNDS_S[-1]
+
     def copy(self) -> Histogram:
         """Return a snapshot that later observations do not change."""
         return Histogram(list(self.counts), self.total_s)

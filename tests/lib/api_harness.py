@@ -46,6 +46,7 @@ class Api:
             ServedModel(MODEL, self.context, VOCAB, "f" * 64, 1_700_000_000),
             load_settings([], {"KVTIER_API_KEY": self.api_key} if self.api_key else {}),
             health=lambda: Health(serving=True, report={"status": "ok"}),
+            stats=dict,
             registry=CollectorRegistry(),
         )
 

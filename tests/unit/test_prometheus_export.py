@@ -13,11 +13,12 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvtier.obs.stats import CacheStats, Histogram, TierCounters, TierStats
+from kvtier.obs.stats import CacheStats, Histogram, TenantCounters, TierCounters, TierStats
 from kvtier.types import MissReason, Tier
 from kvtier_engine.api.service import Outcome, RequestCounters
 from kvtier_engine.engine_stats import EngineStats
-from kvtier_engine.prometheus import SERIES, EngineCollector, Kind, Snapshot
+from kvtier_engine.metric_series import SERIES, TENANT_SERIES
+from kvtier_engine.prometheus import EngineCollector, Kind, Series, Snapshot
 from kvtier_engine.types import FinishReason
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
@@ -40,7 +41,15 @@ def snapshot(*tiers: TierStats, degraded: bool = False) -> Snapshot:
         finished={FinishReason.STOP: 14}, ttft=histogram(0.02), itl=histogram(0.001, 20.0),
     )  # fmt: skip
     requests = RequestCounters(Counter({("chat", Outcome.OK): 15}), histogram(0.5))
-    cache = CacheStats(tiers, 16, 17, 18, 19) if tiers else None
+    cache = None
+    if tiers:
+        tenant = TenantCounters(
+            Counter({Tier.DRAM: 43}), Counter({(Tier.DISK, MissReason.CORRUPT): 44})
+        )
+        cache = CacheStats(
+            tiers, 16, 17, 18, 19,
+            tenants={"0a1b": tenant}, saved_compute_s=40.5, lost_compute_s=41.5, events_dropped=42,
+        )  # fmt: skip
     return Snapshot(engine, cache, requests, block_bytes=1000, degraded=degraded)
 
 
@@ -54,11 +63,11 @@ def tier(which: Tier, state: str = "ok") -> TierStats:
     return TierStats(which, state, "", 31, 32, 33, 34, 35, counters, index_bytes=36)
 
 
-def scrape(*shots: Snapshot) -> list[tuple[Sample, float]]:
+def scrape(*shots: Snapshot, series: tuple[Series, ...] = SERIES) -> list[tuple[Sample, float]]:
     """Every sample of one scrape, in order, with repetitions if there are any."""
     registry = CollectorRegistry()
     for shot in shots:
-        registry.register(EngineCollector(partial(deepcopy, shot)))
+        registry.register(EngineCollector(partial(deepcopy, shot), series))
     text = generate_latest(registry).decode()
     return [
         ((sample.name, tuple(sorted(sample.labels.items()))), sample.value)
@@ -109,7 +118,17 @@ def test_every_figure_is_the_owners() -> None:
 def test_each_plain_figure_reaches_the_scraper() -> None:
     """All numbers of the fixture differ, so one that is left out or mixed up is missed."""
     shown = {amount for _, amount in scrape(snapshot(tier(Tier.DRAM)))}
-    assert shown >= {*range(1, 29), *range(31, 37)}
+    assert shown >= {*range(1, 29), *range(31, 37), 40.5, 41.5, 42}
+    tenants = {amount for _, amount in scrape(snapshot(tier(Tier.DRAM)), series=TENANT_SERIES)}
+    assert tenants == {43, 44}
+
+
+def test_tenants_are_told_apart_only_on_request() -> None:
+    samples = scrape(snapshot(tier(Tier.DRAM)))
+    assert not any("tenant" in dict(labels) for (_, labels), _ in samples)
+    samples = scrape(snapshot(tier(Tier.DRAM)), series=SERIES + TENANT_SERIES)
+    name = "kvtier_tenant_miss_tokens_total"
+    assert value(samples, name, tenant="0a1b", tier="disk", reason="corrupt") == 44
 
 
 def test_histograms_are_cumulative_and_end_at_infinity() -> None:
@@ -137,7 +156,7 @@ def test_a_dead_engine_is_down() -> None:
 
 
 def test_names_follow_prometheus_customs() -> None:
-    for series in SERIES:
+    for series in SERIES + TENANT_SERIES:
         assert series.name.startswith("kvtier_")
         assert (series.kind is Kind.COUNTER) == series.name.endswith("_total")
         assert (series.kind is Kind.HISTOGRAM) == series.name.endswith("_seconds")
@@ -150,5 +169,6 @@ def test_the_page_lists_every_metric_as_it_is() -> None:
     )
     listed = [(name, kind, labels.replace("`", ""), text) for name, kind, labels, text in rows]
     assert listed == [
-        (series.name, series.kind.value, ", ".join(series.labels), series.help) for series in SERIES
+        (series.name, series.kind.value, ", ".join(series.labels), series.help)
+        for series in SERIES + TENANT_SERIES
     ]

@@ -250,7 +250,7 @@ async def test_b119_a_dead_disk_degrades_and_comes_back(folder: Path, tmp_path: 
 async def test_b119_a_cache_that_cannot_be_had_degrades(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(config: CacheConfig) -> Cache:
+    def broken(config: CacheConfig, **how: Any) -> Cache:
         raise RuntimeError(f"no {config.codec} today")
 
     monkeypatch.setattr("kvtier_engine.serve.Cache", broken)

@@ -42,10 +42,11 @@ def create_app(
     settings: Settings,
     *,
     health: Callable[[], Health],
+    stats: Callable[[], dict[str, Any]],
     registry: CollectorRegistry,
     lifespan: Lifespan | None = None,
 ) -> FastAPI:
-    """Return the application. ``health`` and the registry's collectors must not block."""
+    """Return the application. ``health``, ``stats`` and the registry's collectors do not block."""
     app = FastAPI(
         title="kvtier-serve",
         version=version("kvtier"),
@@ -58,12 +59,16 @@ def create_app(
     app.add_exception_handler(Exception, _last_resort)
     app.add_middleware(ApiKeyGate, api_key=settings.config.api_key)
     app.include_router(openai_routes(service, tokenizer, model))
-    _add_operator_routes(app, settings, health, registry)
+    _add_operator_routes(app, settings, health, stats, registry)
     return app
 
 
 def _add_operator_routes(
-    app: FastAPI, settings: Settings, health: Callable[[], Health], registry: CollectorRegistry
+    app: FastAPI,
+    settings: Settings,
+    health: Callable[[], Health],
+    stats: Callable[[], dict[str, Any]],
+    registry: CollectorRegistry,
 ) -> None:
     @app.get("/health", tags=["operators"])
     async def health_route() -> JSONResponse:
@@ -71,6 +76,11 @@ def _add_operator_routes(
         state = health()
         status = HTTPStatus.OK if state.serving else HTTPStatus.SERVICE_UNAVAILABLE
         return JSONResponse(state.report, status_code=status)
+
+    @app.get("/v1/kvtier/stats", tags=["operators"])
+    async def stats_route() -> JSONResponse:
+        """Tell every figure of the tiers, for ``kvtier stat``."""
+        return JSONResponse(stats())
 
     @app.get("/metrics", tags=["operators"])
     async def metrics_route(request: Request) -> Response:
