@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvtier.cache.cache import Cache
+from kvtier.cache.keyed import KeyedCache
 from kvtier.cache.load import Load
 from kvtier.cache.match import Pending, Ready
 from kvtier.cache.sequence import Sequence
@@ -40,6 +41,7 @@ __all__ = [
     "KVGroup",
     "KVLayout",
     "KVTierError",
+    "KeyedCache",
     "Load",
     "LoadOutcome",
     "Namespace",
