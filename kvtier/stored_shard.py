@@ -99,16 +99,20 @@ def stored_bytes_max(header: ShardHeader, codec: ByteCodec) -> int:
 
 
 def stored_sizes(shards: Sequence[tuple[int, int]]) -> list[int] | None:
-    """Return the lengths that a chunk's encoded shards get; None: they are kept as they are.
+    """Return the lengths that a chunk's shards get; None: all are kept as they are.
 
     ``shards`` has each one's sealed bytes and where its encoding ends. All are rounded up to the
-    same share; a 16th of the chunk is saved, or nothing.
+    same share, one that is not smaller then is kept as it is; a 16th of the chunk is saved, or
+    nothing.
     """
-    steps = max(-(-end * STEPS // whole) for whole, end in shards)
-    sizes = [_align(-(-whole * steps // STEPS)) for whole, _ in shards]
-    smaller = all(nbytes < whole for nbytes, (whole, _) in zip(sizes, shards, strict=True))
+    shares = [-(-end * STEPS // whole) for whole, end in shards]
+    worth = max((share for share in shares if share <= STEPS_WORTH_MAX), default=0)
+    sizes = [
+        min(whole, _align(-(-whole * worth // STEPS))) if share <= worth else whole
+        for share, (whole, _) in zip(shares, shards, strict=True)
+    ]
     total = sum(whole for whole, _ in shards)
-    return sizes if smaller and sum(sizes) * STEPS <= total * STEPS_WORTH_MAX else None
+    return sizes if sum(sizes) * STEPS <= total * STEPS_WORTH_MAX else None
 
 
 def encode_sections(

@@ -12,10 +12,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from kvtier.cache.encoder import chunk_encoder
 from kvtier.config import Durability, WriteMode, format_size, parse_size
 from kvtier.constants import CHUNK_TOKENS_MAX, GIB, MIB
-from kvtier.errors import ConfigError, nearest
-from kvtier.registry import Registry, admissions, codecs, policies
+from kvtier.errors import ConfigError, MissingExtraError, RegistryError, nearest
+from kvtier.registry import Registry, admissions, byte_codecs, codecs, policies, split_codec
 from kvtier_engine.api.limits import DRAIN_DEADLINE_S
 
 #: The name under which the bundled model is asked for.
@@ -156,6 +157,18 @@ def _installed(registry: Registry) -> Callable[[Any], str]:
     return parse
 
 
+def _disk_codec(value: Any) -> str:
+    """A codec, a byte codec, or both; what a byte codec needs must be installed."""
+    text = _text(value)
+    try:
+        _, byte_codec = split_codec(text)
+        if byte_codec is not None:
+            chunk_encoder(byte_codecs.load(byte_codec)())
+    except (RegistryError, MissingExtraError) as error:
+        raise ConfigError(str(error)) from error
+    return text
+
+
 def _weights_id(value: Any) -> str:
     text = _text(value)
     if not re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", text):
@@ -233,7 +246,13 @@ OPTIONS: Final[tuple[Option, ...]] = (
         "of the disk tier: none, batch or each",
     ),
     Option("codec", _installed(codecs), "raw", "NAME", "how KV is encoded in the tiers"),
-    Option("disk_codec", _installed(codecs), "", "NAME", "the same for the disk (as --codec)"),
+    Option(
+        "disk_codec",
+        _disk_codec,
+        "",
+        "NAME",
+        "the same for the disk; zstd or NAME+zstd: compressed (as --codec)",
+    ),
     Option("weights_id", _weights_id, "", "ID", "declares what the weights are (their digest)"),
     Option("no_cache", _switch, False, "", "no tiers below HBM"),
     Option("access_log", _maybe_path, "", "PATH", "file with a line per request (no log)"),

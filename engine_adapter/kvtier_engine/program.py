@@ -122,8 +122,9 @@ def _tier_lines(server: Server) -> Iterator[str]:
         return
     yield f"dram   {format_size(config.dram)}, {facts.codec}, chunks of {facts.chunk_tokens} tokens"
     if config.disk:
+        codec = f", {config.disk_codec}" if config.disk_codec else ""
         yield (
-            f"disk   {format_size(config.disk_bytes)} in {', '.join(config.disk)}, "
+            f"disk   {format_size(config.disk_bytes)} in {', '.join(config.disk)}{codec}, "
             f"write-{config.disk_mode}, durability {config.durability}"
         )
     cache = server.snapshot().cache

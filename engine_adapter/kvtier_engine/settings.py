@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from kvtier.config import CacheConfig, DiskConfig, Durability, WriteMode, format_size
 from kvtier.errors import ConfigError, nearest
+from kvtier.registry import split_codec
 from kvtier_engine.options import (
     BY_NAME,
     CONFIG_VARIABLE,
@@ -84,6 +85,7 @@ class EngineConfig:
         disk = None
         if self.disk:
             first, *more = self.disk
+            codec, byte_codec = split_codec(self.disk_codec) if self.disk_codec else (None, None)
             disk = DiskConfig(
                 first,
                 self.disk_bytes,
@@ -93,7 +95,8 @@ class EngineConfig:
                 more_paths=tuple(more),
                 admission=self.disk_admission,
                 write_bytes_per_day=self.disk_write_bytes_per_day,
-                codec=self.disk_codec or None,
+                codec=codec,
+                byte_codec=byte_codec,
             )
         return CacheConfig(
             dram_bytes=self.dram,

@@ -21,7 +21,7 @@ from kvtier.types import Entry, ShardId
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
-    """A chunk's shards as they are stored: in ``buffers``, or in their slots where there are none.
+    """A chunk's shards as they are stored: in ``buffers``, or in their slots as they were sealed.
 
     Whoever has it gives it back to its encoder, once nobody reads it any more.
     """
@@ -50,7 +50,7 @@ class ChunkEncoder:
     def encode(
         self, slots: Mapping[ShardId, memoryview], descriptions: Mapping[ShardId, ShardDescription]
     ) -> EncodedChunk:
-        """Seal a chunk's slots and encode them, all of them or none.
+        """Seal a chunk's slots and encode them, where that saves enough.
 
         The caller keeps the slots pinned until the chunk is given back. Blocks for as long as
         the codec takes, the GIL released for most of it. Raises ``FormatError`` as ``seal``.
@@ -67,7 +67,9 @@ class ChunkEncoder:
             self.give_back(EncodedChunk({}, tuple(buffers.values())))
             return found
         shards = {
-            shard: write_header(slots[shard], encodings[shard], buffers[shard], nbytes)
+            shard: slots[shard]
+            if nbytes == len(slots[shard])
+            else write_header(slots[shard], encodings[shard], buffers[shard], nbytes)
             for shard, nbytes in zip(encodings, sizes, strict=True)
         }
         return EncodedChunk(shards, tuple(buffers.values()))

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from kvtier.constants import SHARD_FORMAT_VERSION
+from kvtier.codecs.zstd import ZstdCodec
+from kvtier.constants import SHARD_FORMAT_VERSION, STORED_FORMAT_VERSION
 from kvtier.keys import (
     chunk_key,
     encode_namespace,
@@ -25,6 +27,7 @@ from kvtier.keys import (
 )
 from kvtier.layout import shard_ids, shard_layout
 from kvtier.shard_format import ShardDescription, seal, shard_geometry
+from kvtier.stored_shard import encode_shard, stored_bytes_max
 from kvtier.types import Fidelity, GroupKind, KVGroup, KVLayout, Namespace, ShardId
 
 FOLDER = Path(__file__).parent
@@ -127,6 +130,28 @@ def sealed(name: str) -> bytearray:
     return shard
 
 
+def encoded(name: str) -> bytes:
+    """Return a golden shard as zstd keeps it, its sections made of what shrinks."""
+    description = replace(shards()[name], section_bytes=(65536, 32768))
+    geometry = shard_geometry(description.section_bytes)
+    shard = memoryview(bytearray(geometry.shard_bytes))
+    for section, nbytes in enumerate(geometry.section_bytes):
+        start = geometry.section_offsets[section]
+        shard[start : start + nbytes] = floats(name, section, nbytes)
+    header = seal(shard, description)
+    into = memoryview(bytearray(stored_bytes_max(header, ZstdCodec())))
+    stored = encode_shard(shard, header, ZstdCodec(), into)
+    assert stored is not None
+    return bytes(stored)
+
+
+def floats(name: str, section: int, nbytes: int) -> bytes:
+    """Return float32 of few exponents that only this section of this file has."""
+    noise = payload(name, section, nbytes)
+    values = (struct.unpack_from("<i", noise, at)[0] / 2**31 for at in range(0, nbytes, 4))
+    return b"".join(struct.pack("<f", value) for value in values)
+
+
 def _key_vector(name: str, namespace: Namespace, epoch: int) -> dict[str, object]:
     root = namespace_digest(namespace, epoch)
     size = namespace.layout.chunk_tokens
@@ -176,6 +201,9 @@ def main(folder: Path) -> None:
     """Write every golden file into ``folder``."""
     for name, data in golden_files().items():
         (folder / name).write_bytes(data)
+    # Another zstd may make other bytes of the same values: these are read, and not made again.
+    stored = encoded(f"v{SHARD_FORMAT_VERSION}-raw.kvs")
+    (folder / f"v{STORED_FORMAT_VERSION}-zstd.kvs").write_bytes(stored)
 
 
 if __name__ == "__main__":

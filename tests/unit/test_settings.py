@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -113,6 +114,9 @@ def test_b113_a_misspelt_variable_names_the_nearest() -> None:
         (["--dtype", "fp32"], ["--dtype", "float32"]),
         (["--durability", "eahc"], ["--durability", "none, batch, each", "'each'"]),
         (["--codec", "rwa"], ["--codec", "'rwa'", "'raw'"]),
+        (["--codec", "zstd"], ["--codec", "'zstd'"]),
+        (["--disk", "/x", "--disk-codec", "zsdt"], ["--disk-codec", "'zsdt'", "'zstd'"]),
+        (["--disk", "/x", "--disk-codec", "zstd+raw"], ["--disk-codec", "zstd"]),
         (["--policy", "gitins"], ["--policy", "'gitins'", "arc", "did you mean 'gittins'"]),
         (["--disk-policy", "lur"], ["--disk-policy", "'lur'", "did you mean 'lru'"]),
         (
@@ -265,3 +269,24 @@ def test_the_page_of_variables_lists_each_as_it_is() -> None:
     for option in OPTIONS:
         row = [option.variable, option.flag, shown_default(option), option.help]
         assert row in rows, option.name
+
+
+@pytest.mark.parametrize(
+    ("asked", "codec", "byte_codec"),
+    [("zstd", None, "zstd"), ("int8", "int8", None), ("raw+zstd", "raw", "zstd"), ("", None, None)],
+)
+def test_a_disk_codec_may_have_a_byte_codec_on_top(
+    asked: str, codec: str | None, byte_codec: str | None
+) -> None:
+    arguments = ("--disk", "/x", "--codec", "int4-g128", "--disk-codec", asked)
+    cache = load(*arguments[: 6 if asked else 4]).config.cache_config()
+    assert cache is not None
+    assert cache.disk is not None
+    assert (cache.disk.codec, cache.disk.byte_codec) == (codec, byte_codec)
+    assert cache.codecs == ("int4-g128", *([codec] if codec else []))
+
+
+def test_what_a_byte_codec_needs_is_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(ConfigError, match=r'--disk-codec.*pip install "kvtier\[zstd\]"'):
+        load("--disk", "/x", "--disk-codec", "zstd")
