@@ -38,7 +38,7 @@ class Below:
         record = self._disk.ready(key) if self._disk is not None else None
         if record is not None and self._disk is not None:
             codecs = self._shapes.codecs
-            readable = sequence.codec in (None, record.codec) and codecs.readable(
+            readable = sequence.takes(record.codec) and codecs.readable(
                 record.codec, sequence.namespace.fidelity
             )
             if readable and self._disk.volume_of(record).answers:

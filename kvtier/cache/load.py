@@ -162,7 +162,7 @@ class Load:
         """Pin what a piece is loaded from; False when that lacks a shard, which fails the piece."""
         shards = self._context.shapes.shards(self._layout)
         needed = [shard for shard in sorted(shards) if shard.group in piece.groups]
-        fits = self._match.sequence.codec in (None, record.codec)
+        fits = self._match.sequence.takes(record.codec)
         if not (fits and record.places.keys() >= set(needed)):
             self._fail_from(index, MissReason.ABSENT)
             return False

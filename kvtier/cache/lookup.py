@@ -85,7 +85,7 @@ class Lookup:
                 break
             if codec not in usable:
                 fidelity = sequence.namespace.fidelity
-                fits = sequence.codec in (None, codec)
+                fits = sequence.takes(codec)
                 usable[codec] = fits and self._shapes.codecs.readable(codec, fidelity)
             if not usable[codec]:
                 break

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kvtier.cache.executor import Executor, Fault
 from kvtier.cache.fill import Arriving, Hold, Origin, UnwantedError
+from kvtier.codecs.opaque import opaque_codec
 from kvtier.constants import REMOTE_STEP_BYTES, REMOTE_STEPS_AHEAD
 from kvtier.errors import (
     ConnectorDataError,
@@ -93,11 +94,11 @@ class RemoteSource:
         tier, origin = self._tier, self._origin
         if outcome is None:
             tier.succeeded()
-            tier.learn_codec(origin.namespace, origin.codec)
+            self._learn(origin.codec)
             return None
         if isinstance(outcome, _OtherCodecError):
             tier.succeeded()
-            tier.learn_codec(origin.namespace, outcome.codec)
+            self._learn(outcome.codec)
             return MissReason.CODEC
         if isinstance(outcome, _NotThereError):
             tier.succeeded()
@@ -122,6 +123,11 @@ class RemoteSource:
     def end_late(self) -> None:
         """One overdue read less."""
         self._tier.late_count -= 1
+
+    def _learn(self, codec: str) -> None:
+        """Take in what others of the namespace may be packed with; a payload says its own."""
+        if opaque_codec(codec) is None:
+            self._tier.learn_codec(self._origin.namespace, codec)
 
 
 class _Fetch:

@@ -64,6 +64,10 @@ class Sequence:
         """The one codec that its chunks are packed with; None: what is configured."""
         return None
 
+    def takes(self, codec: str) -> bool:
+        """Tell whether what a codec packed may be used for it, as far as it is known here."""
+        return self.codec in (None, codec)
+
     @property
     def workers(self) -> tuple[Placement, ...] | None:
         """Who moves its chunks; None: the workers that are configured."""
