@@ -101,6 +101,10 @@ class RemoteRoom:
         for uploader in self._uploaders:
             uploader.left_dram(key)
 
+    def writes(self, key: ChunkKey) -> bool:
+        """Tell whether a chunk is being written to a remote now."""
+        return any(uploader.writes(key) for uploader in self._uploaders)
+
     def remove(self, key: ChunkKey) -> None:
         """Have a chunk deleted everywhere, as far as is known what there is of it."""
         for remote in self.remotes.all:

@@ -25,6 +25,8 @@ def remove(
     record = dram.index.get(key)
     if record is not None and record.state is State.FILLING:
         return False
+    if room is not None and room.writes(key):
+        return False
     if disk is not None and disk.holds(key):
         disk.displace(key, ())
         if disk.holds(key):

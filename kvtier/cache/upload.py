@@ -137,6 +137,10 @@ class Uploader:
         if self._drop(key) is not None:
             self._refuse(key, MissReason.NO_ROOM)
 
+    def writes(self, key: ChunkKey) -> bool:
+        """Tell whether a chunk is being written now."""
+        return key in self._moving
+
     def left_remote(self, key: ChunkKey) -> None:
         """Note that the remote gave a chunk up."""
         self._admission.left(key, self._clock.now())
