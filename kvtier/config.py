@@ -162,6 +162,7 @@ class CacheConfig:
     ``dram_bytes`` and ``disk.capacity_bytes`` bound the whole cache, whatever the number of
     workers. ``shared`` maps the arena so that workers in other processes reach it. A load is cut
     off after ``load_deadline_s``; a lookup waits at most ``pending_deadline_s`` for a slow tier.
+    A second of computing is worth ``gpu_time_worth`` seconds of waiting for a load.
     ``remotes`` are asked in their order, for what is in neither DRAM nor disk.
     With ``events``, what the tiers hold is told as it changes. A tenant may hold
     ``tenant_quota_bytes`` in all tiers together (0: no bound), or what ``tenant_quotas`` says.
@@ -177,6 +178,7 @@ class CacheConfig:
     shared: bool = False
     load_deadline_s: float = LOAD_DEADLINE_S_DEFAULT
     pending_deadline_s: float = PENDING_DEADLINE_S_DEFAULT
+    gpu_time_worth: float = 1.0
     tenant_quota_bytes: int = 0
     tenant_quotas: tuple[TenantQuota, ...] = ()
     events: bool = False
@@ -214,7 +216,7 @@ class CacheConfig:
             self.dram_bytes,
             f"at least one slab ({format_size(self.slab_bytes)}){why}",
         )
-        for name in ("load_deadline_s", "pending_deadline_s"):
+        for name in ("load_deadline_s", "pending_deadline_s", "gpu_time_worth"):
             seconds = getattr(self, name)
             _require(math.isfinite(seconds) and seconds > 0, name, seconds, "more than 0")
         _check_workers(self.workers)

@@ -305,7 +305,7 @@ class Result:
     ok: bool
     reason: MissReason | None = None
     detail: str = ""
-    moved: Moved | None = None
+    moved: Moved | None = field(default=None, compare=False)
 
 
 class ChunkHit(NamedTuple):

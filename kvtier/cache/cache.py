@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 
 from kvtier.cache.below import Below
+from kvtier.cache.cost_keeper import make_costs
+from kvtier.cache.costs import Choice
 from kvtier.cache.disk_choices import DiskChoices, disk_choices, local_files
 from kvtier.cache.epochs import Epochs
 from kvtier.cache.event_feed import EventFeed
@@ -130,6 +132,10 @@ class Cache:
             work = (self._executor, self._lock, self._counters, self._clock, self._shapes)
             self._room = RemoteRoom(config, connect, self._dram, *work)
             self._room.watch(self._log)
+        #: What loads and computing cost, and what is worth loading.
+        self.costs, self._cost_keeper = make_costs(
+            config, self._disk, self._lock, self._clock, self._shapes, self._executor
+        )
         self._pending_until = self._clock.now() + config.pending_deadline_s
         tiers = (self._dram, self._disk)
         self._tenancy = make_tenancy(
@@ -156,6 +162,7 @@ class Cache:
             self._counters,
             self._clock,
             self._shapes,
+            self.costs,
             self._filled,
             None if spans is None else partial(record_fill, spans),
         )
@@ -188,9 +195,12 @@ class Cache:
             counters=self._counters,
             plans=self._plans,
             shapes=self._shapes,
+            costs=self.costs,
             spans=spans,
         )
         self._executor.start()
+        if self._cost_keeper is not None:
+            self._cost_keeper.start()
         for opener in self._openers:
             opener.wait_for_epochs()
 
@@ -309,24 +319,36 @@ class Cache:
                 return Pending(sequence.pending_until)
             return Ready(sequence, found.hits)
 
-    def note_admission(self, match: Ready, start_token: int, end_token: int) -> None:
+    def note_admission(
+        self, match: Ready, start_token: int, end_token: int, choice: Choice | None = None
+    ) -> None:
         """Count one admitted request's lookup and touch what it found; once per request.
 
         The engine has tokens up to ``start_token`` in HBM and asked for those up to
-        ``end_token``. Only whole chunks count. Hits are counted by the load, when they are real.
+        ``end_token``. Only whole chunks count. Hits are counted by the load, when they are real;
+        what ``costs.choose`` left is counted here.
         """
         with self._lock:
             self._lookup.count(match, start_token, end_token)
+            if choice is not None:
+                self.costs.note_choice(choice)
+                self._lookup.count_left(match, choice)
             if self._roots.current(match.sequence):
                 self._touch(match)
 
     def begin_load(
-        self, match: Ready, blocks: Blocks, *, deadline: float | None = None
+        self,
+        match: Ready,
+        blocks: Blocks,
+        *,
+        deadline: float | None = None,
+        choice: Choice | None = None,
     ) -> Load | None:
         """Begin to bring the match's tokens into the engine's blocks, as far as they cover it.
 
         Only these blocks are written, whole blocks of them. ``deadline`` is a clock instant; by
-        default it follows from the config. None when there is nothing to load. Raises
+        default it follows from the config. With ``costs.choose``'s answer for these blocks, a load
+        is given up as soon as computing is quicker. None when there is nothing to load. Raises
         ``LayoutError`` for blocks that do not fit the layout.
         """
         check_blocks(match.sequence.layout, blocks)
@@ -335,7 +357,7 @@ class Cache:
         with self._lock:
             if self._closed or not self._roots.current(match.sequence):
                 return None
-            load = Load(self._context, match, blocks, deadline)
+            load = Load(self._context, match, blocks, deadline, choice)
             if load.empty:
                 return None
             self._loads = {active for active in self._loads if active.outcome is None}
@@ -371,6 +393,8 @@ class Cache:
         with self._lock:
             for result in results:
                 self._plans.answer(result)
+                if result.moved is not None:
+                    self.costs.note_moved(result.moved)
             if not self._closed:
                 self._pump()
 
@@ -415,6 +439,7 @@ class Cache:
                 self._writeout,
                 self._room,
                 self._log,
+                self.costs,
                 loads_inflight=sum(load.outcome is None for load in self._loads),
             )
 
@@ -445,7 +470,10 @@ class Cache:
                 self._writeout.flush()
             if self._room is not None:
                 self._room.flush()
-        self._executor.close(timeout_s, [opener.finish for opener in self._openers])
+        last = [opener.finish for opener in self._openers]
+        if self._cost_keeper is not None:
+            last[0] = self._cost_keeper.finish(last[0])
+        self._executor.close(timeout_s, last)
         if self._room is not None:
             self._room.close(timeout_s)
         for opener in self._openers:
@@ -505,6 +533,8 @@ class Cache:
             for opener in self._openers:
                 opener.tick()
             self._tenancy.tick()
+            if self._cost_keeper is not None:
+                self._cost_keeper.tick()
             if self._writeout is not None:
                 self._writeout.pump()
             if self._room is not None:

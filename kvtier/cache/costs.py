@@ -17,7 +17,7 @@ from kvtier.cache.patience import Patience, head_start_s
 from kvtier.cache.shapes import Shapes
 from kvtier.interfaces import Clock
 from kvtier.obs.stats import CostStats, LinkStats
-from kvtier.types import KVLayout, Moved, Tier
+from kvtier.types import KVLayout, LoadOutcome, Moved, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,6 @@ class Choice:
         """Where the tokens to load end: ``start_token`` when nothing is to be loaded."""
         loaded = [each.segment.end_token for each in self.judged if each.loaded]
         return max(loaded, default=self.start_token)
-
-    @property
-    def lean(self) -> bool:
-        """True when a load is a try: it has one chunk on its way until something has come."""
-        return self.terms is not None and self.terms.head_start_s is not None
 
     @property
     def left(self) -> list[Judged]:
@@ -140,9 +135,9 @@ class Costs:
             else:
                 self._left.add((run.tier, run.codec))
 
-    def note_loaded(self, start_token: int, end_token: int, seconds: float) -> None:
-        """Count what a load has saved, or cost, by the side of computing its tokens."""
-        computing_s = self._prefill.seconds(start_token, end_token)
+    def note_loaded(self, outcome: LoadOutcome, seconds: float) -> None:
+        """Count what a load has saved, or cost, by the side of computing what it brought."""
+        computing_s = self._prefill.seconds(outcome.start_token, outcome.end_token)
         if computing_s is not None:
             self._saved_s += max(computing_s - seconds, 0.0)
             self._lost_s += max(seconds - computing_s, 0.0)
@@ -165,15 +160,15 @@ class Costs:
         prefill = {**others, self._computer: mine} if mine.points else others
         return Kept({**self._kept.links, **links}, {**self._kept.moves, **moves}, prefill)
 
-    def patience(self, choice: Choice, end_token: int) -> Patience | None:
+    def patience(self, choice: Choice | None) -> Patience | None:
         """Return on what terms a load that begins now is waited for; None: to its deadline."""
-        terms = choice.terms
-        if terms is None or self._prefill.line is None:
+        if choice is None or choice.terms is None or self._prefill.line is None:
             return None
+        terms = choice.terms
         return Patience(
             self._clock.now(),
             terms.start_token,
-            end_token,
+            choice.end_token,
             self._prefill,
             self._worth,
             terms.head_start_s,

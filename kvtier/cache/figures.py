@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvtier.cache.costs import Costs
 from kvtier.cache.fill import Filler
 from kvtier.cache.remote_room import RemoteRoom
 from kvtier.cache.store import Storer
@@ -25,6 +26,7 @@ def cache_stats(
     writeout: Writeout | None,
     room: RemoteRoom | None,
     events: EventLog | None,
+    costs: Costs,
     *,
     loads_inflight: int,
 ) -> CacheStats:
@@ -42,6 +44,9 @@ def cache_stats(
         writes_queued=queued + (room.waiting_count if room else 0),
         late_jobs=filler.late_count,
         tenants=counters.tenants(),
+        saved_compute_s=costs.saved_s,
+        lost_compute_s=costs.lost_s,
+        costs=costs.stats(),
         events_dropped=events.dropped_count if events is not None else 0,
     )
 

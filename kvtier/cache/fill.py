@@ -7,8 +7,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from kvtier.cache.costs import Costs
 from kvtier.cache.executor import Fault
 from kvtier.cache.shapes import Shapes
+from kvtier.cache.transfer import Transfer
 from kvtier.errors import DeadlineError, TierError
 from kvtier.interfaces import Clock
 from kvtier.obs.counters import Counters
@@ -107,6 +109,7 @@ class Fill:
     source: Source
     hold: Hold
     verified: dict[ShardId, int]
+    transfer: Transfer
     started: float
     deadline: float
     failure: MissReason | None = None
@@ -131,6 +134,7 @@ class Filler:
         counters: Counters,
         clock: Clock,
         shapes: Shapes,
+        costs: Costs,
         on_filled: Callable[[Fill, KVLayout], None],
         on_end: Callable[[Fill, float], None] | None = None,
     ) -> None:
@@ -139,6 +143,7 @@ class Filler:
         self._lock = lock
         self._counters = counters
         self._clock = clock
+        self._costs = costs
         self._on_filled = on_filled
         self._on_end = on_end
         self._running: dict[ChunkKey, Fill] = {}
@@ -169,12 +174,16 @@ class Filler:
         if record is None:
             return None
         verified = dict.fromkeys(sizes, 0)
-        fill = Fill(record, source, source.hold(), verified, self._clock.now(), deadline)
+        now = self._clock.now()
+        geometries = {shard: shape.geometries[shard] for shard in sizes}
+        transfer = Transfer(self._costs.link(origin.tier), geometries, now)
+        fill = Fill(record, source, source.hold(), verified, transfer, now, deadline)
         self._running[entry.key] = fill
 
         def progress(shard: ShardId, sections: int) -> None:
             with self._lock:
                 verified[shard] = sections
+                transfer.progress(shard, sections, self._clock.now())
 
         expected = {
             shard: Expected(
@@ -211,6 +220,7 @@ class Filler:
                 self.late_count += 1
                 self._dram.abandon(fill.record)
                 return
+            fill.transfer.end(self._clock.now())
             if fill.failure is None:
                 counters.read_bytes += fill.record.entry.nbytes
                 counters.read_latency.observe(self._clock.now() - fill.started)
@@ -226,6 +236,7 @@ class Filler:
         """The overdue I/O has ended: its slots may be used for something else."""
         with self._lock:
             self.late_count -= 1
+            fill.transfer.end(self._clock.now())
             fill.source.end_late()
             self._dram.index.unpin(fill.record)
             fill.hold.release()

@@ -17,10 +17,12 @@ import threading
 from dataclasses import dataclass
 
 from kvtier.cache.below import Below
+from kvtier.cache.costs import Choice, Costs
 from kvtier.cache.match import Ready
 from kvtier.cache.pieces import Piece, cut_pieces, layers_arrived, sections_below
 from kvtier.cache.planner import load_moves, needed_groups
 from kvtier.cache.plans import OpenPlans
+from kvtier.cache.progress import gives_up
 from kvtier.cache.sequence import Sequence
 from kvtier.cache.shapes import Shapes
 from kvtier.cache.spans import record_load
@@ -61,6 +63,7 @@ class LoadContext:
     counters: Counters
     plans: OpenPlans
     shapes: Shapes
+    costs: Costs
     spans: Spans | None = None
 
 
@@ -70,7 +73,14 @@ class Load:
     The engine keeps the blocks allocated until then, also after ``cancel``. Any thread may call.
     """
 
-    def __init__(self, context: LoadContext, match: Ready, blocks: Blocks, deadline: float) -> None:
+    def __init__(
+        self,
+        context: LoadContext,
+        match: Ready,
+        blocks: Blocks,
+        deadline: float,
+        choice: Choice | None = None,
+    ) -> None:
         self._context = context
         self._match = match
         self._blocks = blocks
@@ -82,6 +92,7 @@ class Load:
         self._failure: MissReason | None = None
         self._waits_for_room = False
         self._coming_max = LOAD_CHUNKS_INFLIGHT_MIN
+        self._patience = context.costs.patience(choice)
         self._outcome: LoadOutcome | None = None
 
     @property
@@ -183,7 +194,7 @@ class Load:
             if piece.tier is Tier.DRAM or piece.complete:
                 continue
             coming += 1
-            if coming > self._coming_max:
+            if coming > (1 if self._patience and self._patience.doubtful else self._coming_max):
                 return
             if piece.record is None and not self._bring_piece(index, piece):
                 return
@@ -307,13 +318,16 @@ class Load:
         self._settle()
 
     def _expire(self) -> bool:
-        """After the deadline, fail from the first piece of which something is to be ordered."""
-        if self._context.clock.now() < self._deadline:
+        """Fail from the first piece not ordered, after the deadline or when it is not worth it."""
+        now = self._context.clock.now()
+        late, counts = now >= self._deadline, self._pieces[: self._failed_at]
+        if not late and not gives_up(self._patience, now, counts, self._layout.chunk_tokens):
             return False
         for index, piece in enumerate(self._pieces[: self._failed_at]):
             if not piece.complete and not piece.all_ordered:
                 no_room = self._waits_for_room and piece.record is None
-                self._fail_from(index, MissReason.NO_ROOM if no_room else MissReason.DEADLINE)
+                reason = MissReason.DEADLINE if late else MissReason.COST
+                self._fail_from(index, MissReason.NO_ROOM if no_room else reason)
                 break
         return True
 
@@ -341,8 +355,9 @@ class Load:
             for piece in self._pieces:
                 piece.release()
             self._outcome = self._conclude()
+            seconds = self._context.clock.now() - self._begun_s
+            self._context.costs.note_loaded(self._outcome, seconds)
             if self._context.spans is not None:
-                seconds = self._context.clock.now() - self._begun_s
                 record_load(self._context.spans, self._outcome, seconds)
 
     def _conclude(self) -> LoadOutcome:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from kvtier.cache.costs import Choice
 from kvtier.cache.match import Ready
 from kvtier.cache.planner import present_groups, usable_chunks
 from kvtier.cache.remote_room import RemoteRoom
@@ -90,7 +91,7 @@ class Lookup:
             if not usable[codec]:
                 break
             present.append(every if whole == shards else present_groups(layout, shards))
-            hits.append(ChunkHit(key, tier))
+            hits.append(ChunkHit(key, tier, codec))
         return Found(tuple(hits[: usable_chunks(layout, present)]), unknown)
 
     def waits(self, sequence: Sequence, found: Found, now: float, patience_s: float) -> bool:
@@ -144,3 +145,10 @@ class Lookup:
         if self._dram.index.ready(key) is not None:
             return True
         return self._disk is not None and self._disk.find(key) is not None
+
+    def count_left(self, match: Ready, choice: Choice) -> None:
+        """Count what is not loaded because computing it is quicker."""
+        salt = match.sequence.namespace.tenant_salt
+        for each in choice.left:
+            run = each.segment
+            self._counters.note_miss(salt, run.tier, MissReason.COST, run.tokens)

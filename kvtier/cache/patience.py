@@ -17,6 +17,7 @@ recompute:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvtier.cache.lines import PrefillPoints
 
@@ -32,6 +33,18 @@ def head_start_s(recompute_s: float, sections: int) -> float:
     # A load as long as recompute / 2.1 with even sections, and a fifth for uneven ones.
     share = 1.2 / (2.1 * max(sections, 1))
     return recompute_s * min(max(share, HEAD_START_MIN), HEAD_START_MAX)
+
+
+class Progress(NamedTuple):
+    """Of what a load has to bring up: the share that has come, and that may be about to come.
+
+    Transfers run side by side: ``coming`` is what those beside the last one may have on the way.
+    Tokens before ``complete_token`` are kept whatever becomes of the rest.
+    """
+
+    share: float
+    coming: float
+    complete_token: int
 
 
 @dataclass(slots=True)
@@ -53,13 +66,17 @@ class Patience:
     _first: tuple[float, float] | None = field(default=None, init=False)
     _projected_s: float | None = field(default=None, init=False)
 
-    def over(self, now: float, share: float, coming: float, complete_token: int) -> bool:
-        """Tell whether to give up, now that this share of the bytes has come.
+    @property
+    def doubtful(self) -> bool:
+        """True while the load has to prove itself and nothing of it has come."""
+        return self.head_start_s is not None and self._first is None
 
-        Transfers run side by side: ``coming`` is the share that may be about to come of those
-        beside the one that was seen last. Tokens up to ``complete_token`` are kept in any case.
+    def over(self, now: float, progress: Progress) -> bool:
+        """Tell whether to give up, now that so much has come.
+
         Call it again and again: when a share was first seen is taken for when it came.
         """
+        share, coming, complete_token = progress
         if share >= 1.0:
             return False
         waited = now - self.begun_s

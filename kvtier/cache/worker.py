@@ -17,7 +17,7 @@ from kvtier.codecs.gpu import GpuMover, Shipment, batches, cuda_mover, mark, one
 from kvtier.codecs.known import KnownCodecs
 from kvtier.errors import CodecError, KVTierError
 from kvtier.interfaces import Clock, PagedPool
-from kvtier.types import Direction, MissReason, Move, Part, Placement, Plan, Result
+from kvtier.types import Direction, MissReason, Move, Moved, Part, Placement, Plan, Result
 
 _log = logging.getLogger("kvtier.worker")
 
@@ -120,6 +120,7 @@ class CacheWorker:
         """Execute one plan; whatever happens becomes its result, because the cache waits for it."""
         worker = self._placement.worker
         seen: set[object] = set()
+        began = self._clock.now()
         try:
             for batch in self._batches(plan):
                 if self._clock.now() >= plan.deadline:
@@ -133,7 +134,8 @@ class CacheWorker:
         except Exception as error:
             _log.exception("plan %d failed", plan.plan_id)
             return Result(plan.plan_id, worker, False, MissReason.WORKER, repr(error))
-        return Result(plan.plan_id, worker, ok=True)
+        moved = _moved(plan, worker, self._clock.now() - began)
+        return Result(plan.plan_id, worker, ok=True, moved=moved)
 
     def _batches(self, plan: Plan) -> Iterator[list[Shipment]]:
         """Give the worker's moves with their bytes: single, or on CUDA as many as go together."""
@@ -164,6 +166,15 @@ class CacheWorker:
                 if (place := (move.shard, move.position_start, move.first_section)) not in seen:
                     seen.add(place)
                     self._codecs.observe(self._pool, move)
+
+
+def _moved(plan: Plan, worker: int, seconds: float) -> Moved | None:
+    """Say what a load has cost; its first move's codec stands for all of them."""
+    mine = [move for move in plan.moves if move.worker == worker]
+    if plan.direction is not Direction.LOAD or not mine:
+        return None
+    nbytes = sum(move.slot.nbytes * move.section_count // move.layout.sections for move in mine)
+    return Moved(mine[0].codec, nbytes, seconds)
 
 
 def _on_cuda(pool: PagedPool) -> bool:

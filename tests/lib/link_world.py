@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kvtier.cache.costs import Choice, Costs
 from kvtier.cache.match import Ready
-from kvtier.cache.patience import Patience
+from kvtier.cache.patience import Patience, Progress
 from kvtier.cache.sequence import Sequence
 from kvtier.cache.shapes import Shapes
 from kvtier.codecs.known import KnownCodecs
@@ -74,7 +74,7 @@ class World:
         return tokens * self.token_s * (1 + self.growth * (start + tokens / 2))
 
     def load_s(self, tokens: int) -> float:
-        """What a load takes that nobody cuts off, on an idle link: one that computes nothing yet."""
+        """What a load takes that nobody cuts off, on an idle link."""
         if self._plain.get(tokens, (0.0, 0.0, 0.0))[:2] != (self.rate, self.latency_s):
             world = World(self.seed, self.rate, self.latency_s)
             self._plain[tokens] = self.rate, self.latency_s, world.serve(tokens)
@@ -119,12 +119,11 @@ class World:
 
     def _load(self, choice: Choice, tokens: int) -> float:
         began = self.clock.now()
-        patience = self.costs.patience(choice, choice.end_token)
+        patience = self.costs.patience(choice)
         mine: list[_Read] = []
         while not self._over(patience, mine, choice.end_token):
             done = sum(read.sections == SECTIONS for read in mine)
-            started = any(read.sections for read in mine)
-            lanes = LANES if started or choice.terms is None or not choice.lean else 1
+            lanes = 1 if patience is not None and patience.doubtful else LANES
             while len(mine) < choice.end_token // CHUNK and len(mine) - done < lanes:
                 mine.append(self._begin())
             if done == choice.end_token // CHUNK:
@@ -142,7 +141,8 @@ class World:
         complete = next((i for i, read in enumerate(mine) if read.sections < SECTIONS), len(mine))
         coming = sum(read.sections < SECTIONS for read in mine) - 1
         total = SECTIONS * end_token // CHUNK
-        return patience.over(self.clock.now(), share, max(coming, 0) / total, complete * CHUNK)
+        progress = Progress(share, max(coming, 0) / total, complete * CHUNK)
+        return patience.over(self.clock.now(), progress)
 
     def _begin(self) -> _Read:
         latency = self.latency_s * self._noise()
