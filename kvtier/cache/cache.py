@@ -28,7 +28,7 @@ from kvtier.cache.opener import VolumeOpener, save_epochs_everywhere
 from kvtier.cache.pins import KeptKeys
 from kvtier.cache.planner import check_blocks, check_store
 from kvtier.cache.plans import OpenPlans
-from kvtier.cache.remote_room import RemoteRoom
+from kvtier.cache.remote_room import RemoteRoom, open_remotes
 from kvtier.cache.removal import remove
 from kvtier.cache.roots import Roots
 from kvtier.cache.sequence import Sequence
@@ -119,6 +119,11 @@ class Cache:
         kept = KeptKeys(self._arena.capacity_bytes, self._clock)
         self._dram = DramTier(self._arena, policy, self._clock, self._left_dram, kept.keeps)
         self._dram.index.watch(self._log, Tier.DRAM)
+        try:
+            opened = open_remotes(config.remotes, connect, self._lock, self._clock)
+        except BaseException:
+            self._arena.close()
+            raise
         self._executor = Executor(self._clock, lanes=len(paths), tick=self._tick)
         self._disk: DiskTier | None = None
         self._kept_disk: tuple[DiskTier, KeptKeys] | None = None
@@ -130,7 +135,7 @@ class Cache:
         self._room: RemoteRoom | None = None
         if config.remotes:
             work = (self._executor, self._lock, self._counters, self._clock, self._shapes)
-            self._room = RemoteRoom(config, connect, self._dram, *work)
+            self._room = RemoteRoom(opened, config.codec, self._dram, *work)
             self._room.watch(self._log)
         #: What loads and computing cost, and what is worth loading.
         self.costs, self._cost_keeper = make_costs(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from kvtier.admission.budget import Budgeted, WriteBudget
 from kvtier.cache.executor import Executor
@@ -15,7 +16,7 @@ from kvtier.cache.remote_source import Remote
 from kvtier.cache.remotes import Remotes
 from kvtier.cache.shapes import Shapes
 from kvtier.cache.upload import Uploader
-from kvtier.config import CacheConfig, RemoteConfig
+from kvtier.config import RemoteConfig
 from kvtier.constants import REMOTE_CAPACITY_BYTES
 from kvtier.errors import ConfigError
 from kvtier.interfaces import AdmissionPolicy, Clock, Connector
@@ -26,7 +27,7 @@ from kvtier.obs.stats import TierStats
 from kvtier.registry import admissions, policies
 from kvtier.tiers.dram import DramTier
 from kvtier.tiers.remote.channel import Channel
-from kvtier.tiers.remote.holdings import Holdings
+from kvtier.tiers.remote.holdings import Holdings, PolicyFactory
 from kvtier.tiers.remote.tier import RemoteTier
 from kvtier.types import ChunkKey, Features, KVLayout, ShardId, Tier
 
@@ -39,8 +40,8 @@ class RemoteRoom:
 
     def __init__(
         self,
-        config: CacheConfig,
-        connect: Callable[[str], Connector],
+        opened: Sequence[OpenedRemote],
+        codec: str,
         dram: DramTier,
         executor: Executor,
         lock: threading.Lock,
@@ -48,31 +49,23 @@ class RemoteRoom:
         clock: Clock,
         shapes: Shapes,
     ) -> None:
-        """Open every connector. Raises ``ConfigError``, ``RegistryError``, ``MissingExtraError``.
-
-        Then nothing is left open. A store that is down is no error: it is tried again.
-        """
+        """``codec`` is the cache's own; see ``Remotes``."""
         self._counters = counters
-        self._uploaders: list[Uploader] = []
-        opened: list[Remote] = []
-        try:
-            for number, each in enumerate(config.remotes):
-                admission = _admission(each)
-                remote = self._open(number, each, connect, lock, clock)
-                opened.append(remote)
-                self._uploaders.append(
-                    Uploader(
-                        remote, dram, executor, lock, counters, clock, shapes, each.mode, admission
-                    )
+        remotes = [Remote(each.tier, each.channel) for each in opened]
+        for number, each in enumerate(opened):
+            if each.config.capacity_bytes:
+                each.tier.holdings = Holdings(
+                    each.config.capacity_bytes, each.policy, clock, partial(self._left, number)
                 )
-        except BaseException:
-            for remote in opened:
-                remote.channel.close(1.0)
-            raise
-        self.remotes = Remotes(opened, executor, lock, clock, shapes, config.codec)
+        work = (dram, executor, lock, counters, clock, shapes)
+        self._uploaders = [
+            Uploader(remote, *work, each.config.mode, each.admission)
+            for remote, each in zip(remotes, opened, strict=True)
+        ]
+        self.remotes = Remotes(remotes, executor, lock, clock, shapes, codec)
 
     def watch(self, events: EventLog | None) -> None:
-        """Note in ``events``, if any, what comes and goes where nobody else writes."""
+        """Have told what comes to a remote of ours alone, and what goes."""
         for remote in self.remotes.all:
             if remote.tier.holdings is not None:
                 remote.tier.holdings.index.watch(events, Tier.REMOTE)
@@ -157,55 +150,77 @@ class RemoteRoom:
         for uploader in self._uploaders:
             uploader.check_integrity()
 
-    def _open(
-        self,
-        number: int,
-        config: RemoteConfig,
-        connect: Callable[[str], Connector],
-        lock: threading.Lock,
-        clock: Clock,
-    ) -> Remote:
-        holdings = None
-        if config.capacity_bytes:
-            policy = policies.load(config.policy)
-            holdings = Holdings(config.capacity_bytes, policy, clock, partial(self._left, number))
-        # Not the same for any two processes: they must not come back in step.
-        draws = random.Random(os.urandom(8))  # noqa: S311
-        tier = RemoteTier(
-            number,
-            clock,
-            draws,
-            ttl_s=config.ttl_s,
-            absent_s=config.absent_s,
-            holdings=holdings,
-        )
-
-        def slow() -> None:
-            with lock:
-                tier.slow()
-
-        channel = Channel(
-            partial(connect, config.url),
-            clock,
-            draws,
-            slow,
-            connections=config.connections,
-            deadline_s=config.deadline_s,
-            name=str(number),
-        )
-        if holdings is not None and not channel.listable:
-            channel.close(1.0)
-            raise ConfigError(
-                "remotes.capacity_bytes: this connector cannot list what it holds, so that only "
-                "the store itself can bound it; allowed is 0"
-            )
-        return Remote(tier, channel)
-
     def _left(self, number: int, key: ChunkKey) -> None:
         """Note that a remote of ours alone gave a chunk up."""
         self._counters[Tier.REMOTE].evicted_chunks += 1
         self.remotes.all[number].tier.evicted(key)
         self._uploaders[number].left_remote(key)
+
+
+class OpenedRemote(NamedTuple):
+    """A remote with its settings, before there is anything that goes there."""
+
+    config: RemoteConfig
+    policy: PolicyFactory
+    admission: AdmissionPolicy
+    tier: RemoteTier
+    channel: Channel
+
+
+def open_remotes(
+    configs: Sequence[RemoteConfig],
+    connect: Callable[[str], Connector],
+    lock: threading.Lock,
+    clock: Clock,
+) -> list[OpenedRemote]:
+    """Open every connector. ``lock`` is the cache's, which is not held.
+
+    Raises ``ConfigError``, ``RegistryError`` or ``MissingExtraError``, and then leaves none open.
+    A store that is down is no error: it is tried again.
+    """
+    opened: list[OpenedRemote] = []
+    try:
+        for number, config in enumerate(configs):
+            opened.append(_opened(number, config, connect, lock, clock))
+    except BaseException:
+        for each in opened:
+            each.channel.close(1.0)
+        raise
+    return opened
+
+
+def _opened(
+    number: int,
+    config: RemoteConfig,
+    connect: Callable[[str], Connector],
+    lock: threading.Lock,
+    clock: Clock,
+) -> OpenedRemote:
+    policy, admission = policies.load(config.policy), _admission(config)
+    # Not the same for any two processes: they must not come back in step.
+    draws = random.Random(os.urandom(8))  # noqa: S311
+    tier = RemoteTier(number, clock, draws, ttl_s=config.ttl_s, absent_s=config.absent_s)
+
+    def slow() -> None:
+        with lock:
+            tier.slow()
+
+    channel = Channel(
+        partial(connect, config.url),
+        clock,
+        draws,
+        slow,
+        connections=config.connections,
+        deadline_s=config.deadline_s,
+        name=str(number),
+    )
+    if config.capacity_bytes and not channel.listable:
+        channel.close(1.0)
+        raise ConfigError(
+            "remotes.capacity_bytes: this connector cannot list what it holds, so that only the "
+            "store itself can bound it; allowed is 0"
+        )
+    return OpenedRemote(config, policy, admission, tier, channel)
 
 
 def _admission(config: RemoteConfig) -> AdmissionPolicy:

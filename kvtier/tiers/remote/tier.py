@@ -22,7 +22,7 @@ _NOTHING: frozenset[ShardId] = frozenset()
 class RemoteTier:
     """Owns breaker, knowledge and holdings of one remote. Used under the cache's lock.
 
-    ``holdings`` are None where others write to the remote too: then nothing bounds it but itself.
+    ``holdings`` stay None where others write to the remote too: then it bounds itself.
     """
 
     def __init__(
@@ -33,10 +33,9 @@ class RemoteTier:
         *,
         ttl_s: float,
         absent_s: float,
-        holdings: Holdings | None,
     ) -> None:
         self.number = number
-        self.holdings = holdings
+        self.holdings: Holdings | None = None
         self.breaker = Breaker(draws)
         self.late_count = 0  # Reads that are overdue and have not ended.
         self.refusing = ""  # Why it takes no writes although it answers; empty: it does.
