@@ -101,9 +101,10 @@ class KeyedCache:
     def delete(self, keys: SequenceOf[bytes]) -> None:
         """Forget payloads; from now on they are not found. Raises as ``put`` does.
 
-        A get that is under way may still give what it found. Where the process dies before the
-        files are unlinked in the background, they are found again. To forget everything at once,
-        and for good, invalidate the namespace.
+        A get that is under way may still give what it found. Files are unlinked in the
+        background, and a remote is asked to delete, unconfirmed: after a crash, or in a remote
+        that was away, they may be found again. To forget everything for good, invalidate the
+        namespace.
         """
         self._desk.doom([payload.key for payload in self._payloads(keys)])
 

@@ -57,8 +57,9 @@ class Payload(Sequence):
     ) -> None:
         super().__init__(namespace, root)
         self._chunk_keys = [key]
-        self._layout = opaque_layout(1 if nbytes is None else nbytes)
-        self._codec = None if nbytes is None else OpaqueCodec(nbytes).name
+        size = 1 if nbytes is None else nbytes
+        self._layout, self._codec = opaque_layout(size), OpaqueCodec(size).name
+        self._of_any_size = nbytes is None
 
     @property
     def key(self) -> ChunkKey:
@@ -71,9 +72,13 @@ class Payload(Sequence):
         return self._layout
 
     @property
-    def codec(self) -> str | None:
+    def codec(self) -> str:
         """What says the payload's size."""
         return self._codec
+
+    def takes(self, codec: str) -> bool:
+        """Take what has the payload's size, or any payload."""
+        return self._of_any_size or codec == self._codec
 
     @property
     def workers(self) -> tuple[Placement, ...]:
@@ -206,7 +211,8 @@ class Get:
             self.desk.failure(plan_id)
         if loaded.tokens_by_tier:
             return next(iter(loaded.tokens_by_tier))
-        return loaded.misses[0].reason if loaded.misses else MissReason.ABSENT
+        reason = loaded.misses[0].reason if loaded.misses else MissReason.ABSENT
+        return MissReason.ABSENT if reason is MissReason.CODEC else reason  # Of another size.
 
     def cancel(self) -> None:
         """See ``Item.cancel``."""
@@ -264,8 +270,8 @@ class Put:
     def _begin(self) -> Outcome | None:
         if self._order():
             return None
-        if self.payload.refused is not None:
-            return self.payload.refused
+        if self._refusal is not None:
+            return self._refusal
         cache = self.desk.cache
         match = cache.match(self.payload)
         if isinstance(match, Pending):
@@ -276,6 +282,10 @@ class Put:
         if not cache.remove([self.payload.key])[0] or self._order():
             return None
         return self.payload.refused or MissReason.UNAVAILABLE
+
+    @property
+    def _refusal(self) -> MissReason | None:
+        return self.payload.refused
 
     def _order(self) -> bool:
         """Order the copy; False: it is held already, or refused."""
