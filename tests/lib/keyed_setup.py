@@ -12,13 +12,15 @@ from pathlib import Path
 from kvtier.cache.cache import Cache
 from kvtier.cache.keyed import KeyedCache
 from kvtier.cache.keyed_transfer import Outcome, Transfer
-from kvtier.config import CacheConfig, DiskConfig
+from kvtier.config import CacheConfig, DiskConfig, RemoteConfig
 from kvtier.constants import MIB
 from kvtier.interfaces import Clock
+from kvtier.registry import connect as connect_url
 from kvtier.testing.engine_double import wait_until
 from kvtier.testing.fault_files import FaultyFiles
 from kvtier.types import GroupKind, KVGroup, KVLayout, Namespace, Tier
 from tests.lib.cache_setup import ErrorLog, idle, tier_stats
+from tests.lib.remote_lab import ToyRemote
 
 LAYOUT = KVLayout((KVGroup(GroupKind.FULL, (0,), 1, k_dim=8, v_dim=8, dtype="float32"),))
 NAMESPACE = Namespace("weights", LAYOUT)
@@ -38,6 +40,7 @@ class KeyedSetup:
 
     folder: Path
     files: FaultyFiles = field(default_factory=FaultyFiles)
+    remote: ToyRemote | None = None
     errors: list[logging.LogRecord] = field(default_factory=list)
     faces: list[tuple[KeyedCache, Cache]] = field(default_factory=list)
 
@@ -49,13 +52,23 @@ class KeyedSetup:
         clock: Clock | None = None,
         codec: str = "raw",
         disk_codec: str | None = None,
+        byte_codec: str | None = None,
         await_disk: bool = True,
     ) -> tuple[KeyedCache, Cache]:
         """Open a cache and a face of it, and wait until its disk is open."""
         path = str(self.folder / "disk")
-        disk = DiskConfig(path, disk_bytes, codec=disk_codec) if disk_bytes else None
-        config = CacheConfig(dram_bytes, disk, slab_bytes=4096, codec=codec)
-        cache = Cache(config, clock=clock, files=self.files)
+        how = {"codec": disk_codec, "byte_codec": byte_codec}
+        disk = DiskConfig(path, disk_bytes, **how) if disk_bytes else None  # type: ignore[arg-type]
+        remote = self.remote
+        config = CacheConfig(
+            dram_bytes,
+            disk,
+            slab_bytes=4096,
+            codec=codec,
+            remotes=() if remote is None else (RemoteConfig("toy://"),),
+        )
+        connect = connect_url if remote is None else lambda _: remote
+        cache = Cache(config, clock=clock, files=self.files, connect=connect)
         keyed = KeyedCache(cache, NAMESPACE, SCHEME, clock=clock)
         self.faces.append((keyed, cache))
         if disk is not None and await_disk:
@@ -69,6 +82,15 @@ class KeyedSetup:
         keyed.close()
         settle(cache)
         cache.close()
+
+    def in_remote(self, sizes: dict[bytes, int]) -> tuple[KeyedCache, Cache]:
+        """Store payloads and restart: they lie in the remote alone."""
+        self.remote = self.remote or ToyRemote()
+        keyed, cache = self.open(dram_bytes=64 * MIB, disk_bytes=None)
+        assert put(keyed, sizes) == [Tier.DRAM] * len(sizes)
+        written(cache)
+        self.close(keyed)
+        return self.open(disk_bytes=None)
 
     def on_disk(self, sizes: dict[bytes, int], **how: int) -> tuple[KeyedCache, Cache]:
         """Store payloads and restart: they lie on disk alone."""
@@ -90,6 +112,9 @@ def keyed_setup(folder: Path) -> Iterator[KeyedSetup]:
     logging.getLogger("kvtier").addHandler(log)
     yield setup
     setup.files.inject()
+    if setup.remote is not None:
+        setup.remote.twist.clear()
+        setup.remote.release()
     for keyed, _ in list(setup.faces):
         setup.close(keyed)
     logging.getLogger("kvtier").removeHandler(log)

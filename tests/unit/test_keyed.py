@@ -80,6 +80,17 @@ def test_the_codecs_of_kv_leave_payloads_alone(setup: KeyedSetup, disk_codec: st
     assert get(keyed, SIZES) == [Tier.DISK] * len(SIZES)
 
 
+def test_a_byte_codec_of_the_disk_gives_payloads_back_as_they_were(setup: KeyedSetup) -> None:
+    keyed, cache = setup.open(byte_codec="zstd")
+    assert put(keyed, SIZES) == [Tier.DRAM] * len(SIZES)
+    written(cache)
+    plain = sum(SIZES.values())
+    assert sum(path.stat().st_size for path in setup.shard_files()) < plain / 2
+    setup.close(keyed)
+    keyed, _ = setup.open(byte_codec="zstd")
+    assert get(keyed, SIZES) == [Tier.DISK] * len(SIZES)
+
+
 def test_b32_b102_two_namespaces_and_two_schemes_never_share(setup: KeyedSetup) -> None:
     keyed, cache = setup.open()
     others = [
