@@ -356,7 +356,8 @@ class Load:
                 piece.release()
             self._outcome = self._conclude()
             seconds = self._context.clock.now() - self._begun_s
-            self._context.costs.note_loaded(self._outcome, seconds)
+            if self.sequence.codec is None:  # A payload is no tokens that were not computed.
+                self._context.costs.note_loaded(self._outcome, seconds)
             if self._context.spans is not None:
                 record_load(self._context.spans, self._outcome, seconds)
 
