@@ -17,7 +17,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from kvtier.cache.cache import Cache
@@ -158,7 +158,8 @@ class Desk:
         for result in results:
             if not result.ok:
                 self._failed[result.plan_id] = result.reason or MissReason.WORKER
-        self.cache.finish(results)
+        # How fast a payload is copied says nothing of a codec's speed.
+        self.cache.finish([replace(result, moved=None) for result in results])
 
 
 class Item(Protocol):
