@@ -343,3 +343,13 @@ def test_a_disk_that_is_still_opened_is_asked_again(setup: KeyedSetup) -> None:
     assert finished(transfer) == [Tier.DISK]
     assert into == payload(b"k", 100)
     assert keyed.contains([b"k"]) == [True]
+
+
+def test_payloads_say_nothing_of_what_kv_costs(setup: KeyedSetup) -> None:
+    """Each would count as one token, of any size, and as a codec of its own."""
+    keyed, cache = setup.on_disk(SIZES)
+    cache.costs.note_prefill(0, 1000, 0.001)
+    get(keyed, SIZES)
+    stats = cache.stats()
+    assert (stats.saved_compute_s, stats.lost_compute_s) == (0, 0)
+    assert stats.costs.moves_bytes_per_s == {}
