@@ -6,8 +6,8 @@ Repeats with other prompts, prints the medians, and fails unless both answers ar
 
 With ``--codec``, what a lossy codec costs: a server with ``raw`` and one with each codec compute
 many prompts and stop; then new ones on their disks answer all prompts in turn. Prints what each
-disk holds, how many answers and tokens are those of ``raw``, and the times to first token; fails
-unless all servers find as much on their disks. Computes in bfloat16, as KV on GPUs is.
+disk holds, also against KV of 16 bits, how many answers and tokens are those of ``raw``, and the
+times to first token; fails unless all servers find as much on their disks.
 
 The disk tiers lie in a temporary folder; ``TMPDIR`` chooses the disk where that is memory.
 
@@ -53,6 +53,7 @@ class Restart:
     """One codec: what its disk holds, and its answers after the restart, prompt by prompt."""
 
     codec: str
+    dtype: str
     disk_bytes: int
     answers: list[Answer]
 
@@ -60,8 +61,7 @@ class Restart:
 def server_options(options: argparse.Namespace, codec: str = RAW) -> list[str]:
     """What servers are told beyond their port and disk."""
     told = ["--dram", options.dram, "--disk-bytes", options.disk_bytes, "--codec", codec]
-    told += ["--model", options.model] if options.model else []
-    return told + (["--dtype", "bfloat16"] if options.codec else [])
+    return told + ["--dtype", options.dtype] + (["--model", options.model] if options.model else [])
 
 
 def repeat(options: argparse.Namespace, seed: int) -> Repetition:
@@ -105,7 +105,10 @@ def restart_each(options: argparse.Namespace) -> list[Restart]:
             )
             for codec in names
         }
-        restarts = [Restart(codec, disk_bytes(port), []) for codec, port in ports.items()]
+        restarts = [
+            Restart(codec, get(port, "/health")["dtype"], disk_bytes(port), [])
+            for codec, port in ports.items()
+        ]
         for number, prompt in enumerate(prompts):
             # Each in turn is the first, so that what else the machine does favours none.
             first = number % len(restarts)
@@ -145,11 +148,14 @@ def compare(raw: Restart, other: Restart) -> dict[str, Any]:
         for ours, theirs in pairs
         for left, right in zip(ours.tokens, theirs.tokens, strict=False)
     )
+    in_16_bits = raw.disk_bytes / (2 if raw.dtype == "float32" else 1)
     return {
         "codec": other.codec,
         "disk_bytes": other.disk_bytes,
-        "raw_bytes_over_its": round(raw.disk_bytes / other.disk_bytes, 3),
+        "raw_over_its": round(raw.disk_bytes / other.disk_bytes, 3),
+        "in_16_bits_over_its": round(in_16_bits / other.disk_bytes, 3),
         "same_tokens": round(same / tokens, 4),
+        "same_first_tokens": sum(ours.tokens[0] == theirs.tokens[0] for ours, theirs in pairs),
         "same_texts": sum(ours.text == theirs.text for ours, theirs in pairs),
         "ttft_s": round(statistics.median(theirs.ttft_s for _, theirs in pairs), 4),
         "ttft_over_raw": {f"p{at}0": round(cuts[at - 1], 3) for at in (2, 5, 8)},
@@ -164,7 +170,7 @@ def summarize_codecs(options: argparse.Namespace, restarts: list[Restart]) -> di
         "prompts": options.prompts,
         "prompt_tokens": statistics.median(answer.prompt_tokens for answer in raw.answers),
         "max_tokens": options.max_tokens,
-        "dtype": "bfloat16",
+        "dtype": raw.dtype,
         "disk_tokens": sum(answer.cached_by_tier["disk"] for answer in raw.answers),
         "codecs": [compare(raw, restart) for restart in restarts],
         "machine": f"{platform.machine()}, {platform.platform()}",
@@ -190,15 +196,14 @@ def print_codecs(summary: dict[str, Any]) -> None:
         f"{count} prompts of {summary['prompt_tokens']:.0f} tokens, {summary['dtype']}, restarted"
     )
     print(
-        f"{'codec':12}{'disk':>12}{'denser':>9}{'same tokens':>13}{'same texts':>12}{'TTFT':>9}"
-        "   of raw's: p20, p50, p80"
+        "          disk, MiB   raw/   16 bits/   same: tokens  firsts  texts   TTFT, of raw's p50"
     )
     for row in summary["codecs"]:
-        ratio = ", ".join(f"{value:.2f}" for value in row["ttft_over_raw"].values())
         print(
-            f"{row['codec']:12}{row['disk_bytes'] / 2**20:>8.1f} MiB"
-            f"{row['raw_bytes_over_its']:>8.2f}x{row['same_tokens']:>12.1%} "
-            f"{row['same_texts']:>5} of {count:<3}{row['ttft_s']:>7.3f} s   {ratio}"
+            f"{row['codec']:10}{row['disk_bytes'] / 2**20:>9.1f}{row['raw_over_its']:>7.2f}"
+            f"{row['in_16_bits_over_its']:>11.2f}{row['same_tokens']:>15.1%}"
+            f"{row['same_first_tokens']:>8}{row['same_texts']:>7}"
+            f"{row['ttft_s']:>7.3f} s {row['ttft_over_raw']['p50']:.2f}"
         )
 
 
@@ -218,10 +223,11 @@ def main() -> int:
     )
     parser.add_argument("--codec", nargs="+", default=[], help="compare these with raw instead")
     parser.add_argument("--prompts", type=int, default=50, help="prompts with --codec (50)")
+    parser.add_argument("--dtype", default="auto", help="of model and KV (auto)")
     parser.add_argument("--prompt-tokens", type=int, default=1800, help="about that many (1800)")
     parser.add_argument("--max-tokens", type=int, default=24, help="tokens to generate (24)")
     parser.add_argument("--dram", default="1GiB", help="size of the DRAM tier (1GiB)")
-    parser.add_argument("--disk-bytes", default="4GiB", help="size of the disk tier (4GiB)")
+    parser.add_argument("--disk-bytes", default="8GiB", help="size of the disk tier (8GiB)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     options = parser.parse_args()
     if options.codec:
