@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
+from kvtier.cache.costs import Choice
 from kvtier.cache.match import Pending, Ready
 from kvtier.cache.sequence import Sequence
 from kvtier.constants import LOG_INTERVAL_S
@@ -28,6 +29,7 @@ from kvtier.types import (
     Result,
 )
 from kvtier_engine.block_pool import BlockPool
+from kvtier_engine.link import CacheFront, LoadEnded, LoadHandle, PlanWorker
 from kvtier_engine.lossy_blocks import LossyBlocks
 from kvtier_engine.request import Request
 
@@ -35,145 +37,6 @@ _log = logging.getLogger(__name__)
 _FEATURES = Features()
 
 T = TypeVar("T")
-
-
-class LoadHandle(Protocol):
-    """A load under way, as ``kvtier.cache.load.Load``."""
-
-    def poll(self) -> list[Plan]:
-        """Return the plans that have become ready."""
-        ...
-
-    @property
-    def outcome(self) -> LoadOutcome | None:
-        """What came, once nothing will be written to the load's blocks any more."""
-        ...
-
-    def cancel(self) -> None:
-        """Start no further move."""
-        ...
-
-
-class CacheFront(Protocol):
-    """What the link uses of ``kvtier.cache.cache.Cache``."""
-
-    def sequence(self, namespace: Namespace, *, features: Features = _FEATURES) -> Sequence:
-        """Return an empty sequence."""
-        ...
-
-    def match(self, sequence: Sequence) -> Ready | Pending:
-        """Return the longest usable prefix, or when to ask again."""
-        ...
-
-    def note_admission(self, match: Ready, start_token: int, end_token: int) -> None:
-        """Count what the tiers were asked for."""
-        ...
-
-    def begin_load(
-        self, match: Ready, blocks: Blocks, *, deadline: float | None = None
-    ) -> LoadHandle | None:
-        """Begin to fill blocks."""
-        ...
-
-    def begin_store(self, sequence: Sequence, chunks: range, blocks: Blocks) -> Plan | None:
-        """Order chunks out of blocks; None where there is nothing to do or no room to do it."""
-        ...
-
-    def finish(self, results: Iterable[Result]) -> None:
-        """Take the workers' answers."""
-        ...
-
-    def store_done(self, plan_id: int) -> bool:
-        """Tell whether every worker has answered."""
-        ...
-
-
-class PlanWorker(Protocol):
-    """Whatever carries plans out, as ``kvtier.cache.worker.CacheWorker``."""
-
-    def execute(self, plan: Plan) -> None:
-        """Begin a plan and return at once."""
-        ...
-
-    def poll(self) -> list[Result]:
-        """Return the answers that have come in."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class LoadEnded:
-    """A request's load is over. Without an outcome it broke, and its blocks must not be used."""
-
-    request: Request
-    outcome: LoadOutcome | None
-
-
-class Link(Protocol):
-    """How the scheduler asks the tiers. No method blocks, none raises for a fault of a cache."""
-
-    @property
-    def faults(self) -> int:
-        """How often a cache or worker has raised."""
-        ...
-
-    def lookup(self, request: Request) -> Ready | Pending | None:
-        """Ask what the tiers hold of the request's tokens; None when they are not to be asked."""
-        ...
-
-    def admit(self, request: Request, match: Ready, end_token: int, deadline: float | None) -> bool:
-        """Note that the request was admitted with this answer, and load up to ``end_token``.
-
-        The request's first ``found_tokens`` are in its blocks already; the load fills the blocks
-        after them and no other. False when no load was begun; else ``poll`` reports its end.
-        """
-        ...
-
-    def store(self, request: Request) -> None:
-        """Offer the tiers every chunk that the request has computed by now."""
-        ...
-
-    def poll(self) -> list[LoadEnded]:
-        """Let moves go on; give back the blocks of those that have ended; return ended loads."""
-        ...
-
-    def drop(self, request: Request) -> None:
-        """Forget a request, after offering its last chunks. Its load, if any, is cancelled."""
-        ...
-
-    def held(self) -> Counter[int]:
-        """Return the references that the link holds, by block."""
-        ...
-
-
-class NoLink:
-    """The link of an engine without a cache."""
-
-    @property
-    def faults(self) -> int:
-        """Zero."""
-        return 0
-
-    def lookup(self, request: Request) -> Ready | Pending | None:  # noqa: ARG002
-        """Return None."""
-        return None
-
-    def admit(self, request: Request, match: Ready, end_token: int, deadline: float | None) -> bool:  # noqa: ARG002
-        """Begin no load."""
-        return False
-
-    def store(self, request: Request) -> None:
-        """Store nothing."""
-
-    def poll(self) -> list[LoadEnded]:
-        """Return nothing."""
-        return []
-
-    def drop(self, request: Request) -> None:
-        """Forget nothing."""
-
-    def held(self) -> Counter[int]:
-        """Return no reference."""
-        return Counter()
 
 
 @dataclass(slots=True)
@@ -230,19 +93,33 @@ class CacheLink:
             return None
         return self._guarded_boundary(lambda: self._cache.match(self._sequence(request)), None)
 
-    def admit(self, request: Request, match: Ready, end_token: int, deadline: float | None) -> bool:
+    def choose(self, match: Ready, start_token: int, end_token: int) -> Choice | None:
+        """Ask what is worth it; a fault is no reason to load nothing."""
+        return self._guarded_boundary(
+            lambda: self._cache.costs.choose(match, start_token, end_token), None
+        )
+
+    def note_prefill(self, start_token: float, tokens: int, seconds: float) -> None:
+        """Pass it on."""
+        self._guarded_boundary(
+            lambda: self._cache.costs.note_prefill(start_token, tokens, seconds), None
+        )
+
+    def admit(self, request: Request, match: Ready, end_token: int) -> bool:
         """Count the admission once per request, and begin the load if there is one to make."""
-        start = request.found_tokens
+        start, choice = request.found_tokens, request.choice
         if not request.admitted:
             request.admitted = True
             asked = len(request.tokens)
-            self._guarded_boundary(lambda: self._cache.note_admission(match, start, asked), None)
+            self._guarded_boundary(
+                lambda: self._cache.note_admission(match, start, asked, choice), None
+            )
         if end_token <= start:
             return False
         block_ids = self._slice(request, start, end_token)
         blocks = self._blocks(start, block_ids)
         handle = self._guarded_boundary(
-            lambda: self._cache.begin_load(match, blocks, deadline=deadline), None
+            lambda: self._cache.begin_load(match, blocks, choice=choice), None
         )
         if handle is None:
             return False

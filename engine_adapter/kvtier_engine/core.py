@@ -9,8 +9,9 @@ from typing import Protocol
 
 from kvtier.interfaces import Clock
 from kvtier_engine.block_pool import BlockPool
-from kvtier_engine.cache_link import Link
+from kvtier_engine.decisions import prefill_of
 from kvtier_engine.engine_stats import EngineCounters, EngineStats
+from kvtier_engine.link import Link
 from kvtier_engine.output import Detokenizer, OutputState
 from kvtier_engine.request import Request
 from kvtier_engine.scheduler import Scheduler
@@ -158,8 +159,9 @@ class EngineCore:
         if output is None:
             return True
         self._counters.steps += 1
-        prefill = sum(share.count for share in shares if share.count > 1)
-        self._scheduler.note_speed(prefill, self._clock.now() - began)
+        prefill = prefill_of(shares)
+        if prefill is not None:
+            self._link.note_prefill(*prefill, self._clock.now() - began)
         for share in shares:
             self._scheduler.advance(share)
         rows = zip(shares, output.sampled, output.prompt_logprobs, strict=True)
@@ -314,7 +316,7 @@ class EngineCore:
 
     def _usage(self, request: Request) -> Usage:
         cached = request.cached_by_tier or {}
-        return Usage(request.prompt_count, request.generated_count, dict(cached))
+        return Usage(request.prompt_count, request.generated_count, dict(cached), request.why)
 
 
 def _row_step(share: Share) -> RowStep:

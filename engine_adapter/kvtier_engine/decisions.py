@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvtier_engine.request import Request
+from kvtier_engine.scheduling import Share
+
+#: Steps with fewer prefill tokens say more of the cost of a step than of that of a token.
+PREFILL_TOKENS_MIN = 32
+#: The most decoding requests in a step that is taken for prefill, as a share of its tokens.
+DECODES_MAX = 1 / 16
 
 
 def blocks_for(tokens: int, block_tokens: int) -> int:
@@ -52,3 +58,17 @@ def most_junior(candidates: Iterable[Request], than: Request) -> Request | None:
     """Return the candidate with the highest rank above that of ``than``, None without one."""
     juniors = [request for request in candidates if request.rank > than.rank]
     return max(juniors, key=lambda request: request.rank, default=None)
+
+
+def prefill_of(shares: Sequence[Share]) -> tuple[float, int] | None:
+    """Return where and how many tokens a step computes, if prefill is nearly all that it does.
+
+    Of several prompts, as one at their average place: what a token costs grows evenly with what it
+    attends to. Call it before the shares are marked as computed.
+    """
+    prompts = [share for share in shares if share.count > 1]
+    tokens = sum(share.count for share in prompts)
+    if tokens < PREFILL_TOKENS_MIN or len(shares) - len(prompts) > tokens * DECODES_MAX:
+        return None
+    attended = sum(share.count * (share.request.computed + share.count / 2) for share in prompts)
+    return attended / tokens - tokens / 2, tokens

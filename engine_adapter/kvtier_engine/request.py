@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvtier.types import Tier
+from kvtier.cache.costs import Choice
+from kvtier.types import LoadOutcome, Tier
 from kvtier_engine.block_pool import BlockChain
-from kvtier_engine.types import GenerateRequest, TokenLogprob
+from kvtier_engine.types import GenerateRequest, TokenLogprob, Why
 
 
 class Status(StrEnum):
@@ -57,6 +58,11 @@ class Request:
     cached_by_tier: dict[Tier, int] | None = None
     #: What a finished load brought, until the request runs.
     loaded_by_tier: dict[Tier, int] = field(default_factory=dict)
+    #: What was decided of what the tiers hold, and what came of a load, until the request runs.
+    choice: Choice | None = None
+    outcome: LoadOutcome | None = None
+    #: Why each token of the prompt was loaded or computed; set when the request first runs.
+    why: tuple[Why, ...] = ()
     #: Tokens found in the pool at the latest admission.
     found_tokens: int = 0
     #: Leading blocks that were offered to the pool's index since then.

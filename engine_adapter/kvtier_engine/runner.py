@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import accumulate
 
 import torch
@@ -66,22 +67,28 @@ class ModelRunner:
         self._prompt_logprobs.pop(row, None)
         self._sampler.remove(row)
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> tuple[int, float]:
         """Compute a prompt and a token that nobody asked for, before anybody does.
 
         What torch and oneDNN set up at their first products costs as much as hundreds of tokens.
-        The pool's first blocks are scribbled over: call this before they hold anything.
+        The pool's first blocks are scribbled over: call this before they hold anything. Return how
+        many tokens a prompt had and how many seconds it took, once all was set up; 0 for none.
         """
         size = self._pool.block_tokens
         count = min(WARM_UP_TOKENS, self._context_tokens, self._pool.block_count * size) - 1
         if count < 1:
-            return
+            return 0, 0.0
         blocks = (tuple(range(-(-(count + 1) // size))),)
         prompt = (0,) * count
         self.add_row(0, prompt, SamplingParams(temperature=0.0))
-        self.step(StepBatch((RowStep(0, prompt, 0, blocks, sample=True),)))
+        whole = StepBatch((RowStep(0, prompt, 0, blocks, sample=True),))
+        self.step(whole)
         self.step(StepBatch((RowStep(0, (0,), count, blocks, sample=True),)))
+        began = time.perf_counter()
+        self.step(whole)
+        seconds = time.perf_counter() - began
         self.remove_row(0)
+        return count, seconds
 
     @torch.inference_mode()
     def step(self, batch: StepBatch) -> StepOutput:

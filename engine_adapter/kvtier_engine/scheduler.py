@@ -17,7 +17,6 @@ from kvtier.cache.match import Pending, Ready
 from kvtier.interfaces import Clock
 from kvtier.types import Tier
 from kvtier_engine.block_pool import BlockPool, BlockPoolError
-from kvtier_engine.cache_link import Link, LoadEnded
 from kvtier_engine.coming import ComingBlocks
 from kvtier_engine.decisions import (
     blocks_for,
@@ -27,14 +26,14 @@ from kvtier_engine.decisions import (
     rank,
     usable_tokens,
 )
+from kvtier_engine.explain import explain
+from kvtier_engine.link import Link, LoadEnded
 from kvtier_engine.request import Request, Status
 from kvtier_engine.scheduling import SchedulerConfig, SchedulerCounters, Share, Step
 from kvtier_engine.types import GenerateRequest
 
 #: Waiting requests looked at in one step, at most.
 ADMISSION_SCAN_MAX = 64
-#: Steps with fewer prefill tokens say more of the cost of a step than of that of a token.
-SPEED_TOKENS_MIN = 32
 
 
 class _Verdict(Enum):
@@ -70,7 +69,6 @@ class Scheduler:
         self._rows_removed: list[int] = []
         self._coming = ComingBlocks()
         self._submitted = 0
-        self._recompute_s_per_token: float | None = None
         self.counters = SchedulerCounters()
 
     @property
@@ -116,14 +114,6 @@ class Scheduler:
         share.request.computed += share.count
         self._index(share.request)
         self._link.store(share.request)
-
-    def note_speed(self, prefill_tokens: int, seconds: float) -> None:
-        """Learn from a step of so many prefill tokens what recomputing costs."""
-        if prefill_tokens < SPEED_TOKENS_MIN:
-            return
-        measured = seconds / prefill_tokens
-        known = self._recompute_s_per_token
-        self._recompute_s_per_token = measured if known is None else 0.8 * known + 0.2 * measured
 
     def end(self, request: Request) -> int | None:
         """Take a request out, whatever its status; return the row it held. Its blocks are free."""
@@ -222,13 +212,28 @@ class Scheduler:
                 request.status = Status.LOOKUP
                 return _Verdict.LATER
             answer = None
-        end = None if answer is None else load_end(len(found) * step, answer.tokens, usable, step)
+        end = self._choose(request, answer, len(found) * step, usable)
         if end is not None and len(self._loading) >= self._config.max_num_seqs:
             return _Verdict.LATER
         self._take_blocks(request, found, needed)
         if answer is not None and self._begin_load(request, answer, end):
             return _Verdict.PARKED
         return _Verdict.RUNS
+
+    def _choose(
+        self, request: Request, answer: Ready | None, found_tokens: int, usable: int
+    ) -> int | None:
+        """Return where a load that is worth it ends; None when there is none to make."""
+        request.choice = request.outcome = None
+        if answer is None:
+            return None
+        step = self._pool.block_tokens
+        end = load_end(found_tokens, answer.tokens, usable, step)
+        if end is None:
+            return None
+        request.choice = self._link.choose(answer, found_tokens, end)
+        worth = end if request.choice is None else min(request.choice.end_token, end)
+        return load_end(found_tokens, worth, usable, step)
 
     def _has_room(self, room: int, found: list[int], request: Request) -> bool:
         """Tell whether so many blocks are to be had, taking them from parked juniors if need be."""
@@ -261,8 +266,7 @@ class Scheduler:
 
     def _begin_load(self, request: Request, answer: Ready, end: int | None) -> bool:
         """Tell the tiers of the admission, and park the request if they have something to load."""
-        deadline = None if end is None else self._deadline(end - request.found_tokens)
-        if not self._link.admit(request, answer, end or request.found_tokens, deadline):
+        if not self._link.admit(request, answer, end or request.found_tokens):
             return False
         self._waiting.remove(request)
         self._loading.add(request)
@@ -281,7 +285,7 @@ class Scheduler:
             return
         usable = usable_tokens(len(request.tokens), self._pool.block_tokens)
         request.computed = max(request.computed, min(outcome.end_token, usable))
-        request.loaded_by_tier = dict(outcome.tokens_by_tier)
+        request.outcome, request.loaded_by_tier = outcome, dict(outcome.tokens_by_tier)
         self._index(request)
 
     def _run(self, request: Request) -> None:
@@ -295,6 +299,8 @@ class Scheduler:
             return
         cached = {Tier.HBM: request.found_tokens, **request.loaded_by_tier}
         request.cached_by_tier = {tier: count for tier, count in cached.items() if count}
+        judged = request.choice.judged if request.choice is not None else ()
+        request.why = explain(len(request.tokens), request.found_tokens, judged, request.outcome)
         self.counters.hit_tokens.update(request.cached_by_tier)
         self.counters.admitted_tokens += len(request.tokens)
         self._on_admitted(request)
@@ -388,11 +394,3 @@ class Scheduler:
 
     def _wait(self, request: Request) -> None:
         insort(self._waiting, request, key=lambda each: each.rank)
-
-    def _deadline(self, tokens: int) -> float:
-        """Return until when a load may take: as long as computing its tokens would."""
-        wait_s = self._config.load_wait_s_max
-        if self._recompute_s_per_token is not None:
-            recompute_s = tokens * self._recompute_s_per_token
-            wait_s = min(max(recompute_s, self._config.load_wait_s_min), wait_s)
-        return self._clock.now() + wait_s

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvtier.constants import LOAD_DEADLINE_S_DEFAULT
 from kvtier.errors import ConfigError
 from kvtier.types import Tier
 from kvtier_engine.request import Request
@@ -13,17 +12,11 @@ from kvtier_engine.request import Request
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of a step. A priority is worth ``priority_step_s`` seconds in the line.
-
-    A load is cut off when it takes longer than recomputing its tokens would, as far as that is
-    known, but not before ``load_wait_s_min``, and in any case after ``load_wait_s_max``.
-    """
+    """Limits of a step. A priority is worth ``priority_step_s`` seconds in the line."""
 
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
     priority_step_s: float = 60.0
-    load_wait_s_min: float = 0.25
-    load_wait_s_max: float = LOAD_DEADLINE_S_DEFAULT
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` for limits that cannot be."""

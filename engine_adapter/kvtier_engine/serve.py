@@ -33,11 +33,12 @@ from kvtier_engine.api.limits import QUEUED_SEQUENCES_MAX
 from kvtier_engine.api.ports import ServedModel
 from kvtier_engine.api.service import Service
 from kvtier_engine.block_pool import BlockPool
-from kvtier_engine.cache_link import CacheLink, Link, NoLink
+from kvtier_engine.cache_link import CacheLink
 from kvtier_engine.core import EngineCore, tell_nobody
 from kvtier_engine.device import device_name
 from kvtier_engine.engine import Engine
 from kvtier_engine.kv_pool import KVPool
+from kvtier_engine.link import Link, NoLink
 from kvtier_engine.metric_series import SERIES, TENANT_SERIES
 from kvtier_engine.options import DtypeChoice
 from kvtier_engine.prometheus import EngineCollector, Snapshot
@@ -182,7 +183,7 @@ def build(settings: Settings) -> Server:
     if cache_config is not None:
         _check_chunks(cache_config, chunk_bytes, config.chunk_tokens, model.context_tokens)
     runner = ModelRunner(loaded, pool, max_rows=config.max_num_seqs)
-    runner.warm_up()
+    tried = runner.warm_up()
     namespace = Namespace(
         weights_id=loaded.weights_id,
         layout=layout,
@@ -200,6 +201,8 @@ def build(settings: Settings) -> Server:
         # The tiers have threads, so they come last: nothing that could fail is left to do.
         tiers, problem = _tiers_boundary(cache_config, pool, namespace, spans)
         undo.pop_all()
+    if tiers is not None and tried[0]:
+        tiers.cache.costs.serve(f"{loaded.weights_id} {loaded.dtype} {device}", *tried)
     engine = _engine(config, loaded, namespace, runner, pool, model, tiers, recorder)
     facts = Facts(
         device=device,

@@ -75,12 +75,33 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class Why:
+    """Tokens ``start_token .. end_token`` of a prompt: whether they were loaded, and why.
+
+    ``tier`` is where they were found, None where nothing has them. The seconds are estimates from
+    before the decision; None where nothing was known.
+    """
+
+    start_token: int
+    end_token: int
+    tier: Tier | None
+    loaded: bool
+    reason: str
+    load_s: float | None = None
+    recompute_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
-    """What a request cost. ``cached_by_tier`` counts prompt tokens that were not computed."""
+    """What a request cost. ``cached_by_tier`` counts prompt tokens that were not computed.
+
+    ``why`` says of the whole prompt why; empty until the request first runs.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_by_tier: dict[Tier, int] = field(default_factory=dict)
+    why: tuple[Why, ...] = ()
 
     @property
     def cached_tokens(self) -> int:

@@ -94,17 +94,21 @@ class Costs:
             judged = tuple(judge(runs, prices, recompute))
             return Choice(start_token, judged, self._terms(judged))
 
-    def serve(self, computer: str) -> None:
-        """Name what computes: the model's weights and the device. Call it before the first step.
+    def serve(self, computer: str, tokens: int, seconds: float) -> None:
+        """Name what computes, model and device, and what so many tokens took there at a try.
 
-        What was measured of it before a restart holds until it is measured again.
+        What was measured of it before a restart is better; the first steps are best.
         """
         with self._lock:
             self._computer = computer
+            self._prefill.guess(tokens, seconds)
             self._adopt_prefill()
 
-    def note_prefill(self, start_token: int, tokens: int, seconds: float) -> None:
-        """Learn from a step that did little else than compute so many tokens of one sequence."""
+    def note_prefill(self, start_token: float, tokens: int, seconds: float) -> None:
+        """Learn from a step that did little else than compute so many tokens of one sequence.
+
+        Several sequences count as one at their average place.
+        """
         if tokens > 0 and seconds > 0:
             with self._lock:
                 self._prefill.observe(start_token, tokens, seconds)
@@ -207,7 +211,7 @@ class Costs:
 
     def _adopt_prefill(self) -> None:
         known = self._kept.prefill.get(self._computer)
-        if known is not None and self._prefill.line is None:
+        if known is not None and not self._prefill.known:
             self._prefill.adopt(known.points, known.growth)
 
     def _recompute(self, start_token: int, end_token: int) -> float | None:

@@ -73,10 +73,23 @@ class PrefillPoints:
         self._points: deque[tuple[float, float]] = deque(maxlen=COST_SHAPE_POINTS_MAX)
         self._growth = 0.0
         self._unlearned = 0
+        self._guessed = False
         self._line: Line | None = None
+
+    @property
+    def known(self) -> bool:
+        """True once something was measured while serving, here or before a restart."""
+        return self._line is not None and not self._guessed
+
+    def guess(self, tokens: int, seconds: float) -> None:
+        """Take a first measurement for all there is, until there is a real one."""
+        if not self.known:
+            self._line = Line(seconds / tokens, 0.0)
+            self._guessed = True
 
     def adopt(self, points: Iterable[tuple[float, float]], growth: float) -> None:
         """Go on from what ``kept`` and ``growth`` said elsewhere."""
+        self._guessed = False
         self._points.extend(points)
         self._growth = growth
         self._line = self._level()
@@ -91,9 +104,10 @@ class PrefillPoints:
         """How much dearer a token is, as a share, for each token that it attends to."""
         return self._growth
 
-    def observe(self, start_token: int, tokens: int, seconds: float) -> None:
+    def observe(self, start_token: float, tokens: int, seconds: float) -> None:
         """Take in a step that computed so many tokens of one sequence behind ``start_token``."""
         self._points.append((start_token + tokens / 2, seconds / tokens))
+        self._guessed = False
         self._unlearned += 1
         # Every step of an engine comes here; the growth takes as long as a thousand such lines.
         if self._unlearned >= COST_POINTS_MAX // 2:

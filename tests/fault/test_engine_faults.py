@@ -13,6 +13,7 @@ from hashlib import blake2b
 import numpy as np
 import pytest
 
+from kvtier.cache.costs import Choice
 from kvtier.cache.match import Ready
 from kvtier.types import Blocks, ChunkKey, Tier
 from kvtier_engine.scheduling import SchedulerConfig
@@ -183,11 +184,11 @@ class Forgetful(ScriptedTiers):
     forget_at_load: int | None = None
 
     def begin_load(
-        self, match: Ready, blocks: Blocks, *, deadline: float | None = None
+        self, match: Ready, blocks: Blocks, *, choice: Choice | None = None
     ) -> ScriptedLoad | None:
         if self.forget_at_load is not None:
             del self.chunks[match.hits[self.forget_at_load].key]
-        return super().begin_load(match, blocks, deadline=deadline)
+        return super().begin_load(match, blocks, choice=choice)
 
 
 class TestAborts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvtier.cache.cache import Cache
 from kvtier.cache.worker import CacheWorker
@@ -65,7 +65,7 @@ def served(
         memory=memory,
         cache=(cache, worker),
         chunk_tokens=chunk_tokens,
-        config=replace(config or SchedulerConfig(), load_wait_s_min=20.0, load_wait_s_max=20.0),
+        config=config,
         clock=clock,
     )
     engine = Engine(toy.core, EngineLimits(4096, VOCAB), clock)

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from kvtier.cache.cost import Judged, Reason, Segment
+from kvtier.cache.costs import Choice
 from kvtier.cache.match import Pending, Ready
 from kvtier.cache.sequence import Sequence
 from kvtier.keys import namespace_digest
@@ -77,6 +79,33 @@ class ScriptedLoad:
 
 
 @dataclass
+class ScriptedCosts:
+    """Loads what a test does not say to leave."""
+
+    #: Tokens from which on nothing is worth a load.
+    worth_tokens: int = 1 << 30
+    prefills: list[tuple[float, int, float]] = field(default_factory=list)
+    on_call: Callable[[str], None] = lambda _: None
+
+    def choose(self, match: Ready, start_token: int, end_token: int) -> Choice:
+        self.on_call("choose")
+        end = min(end_token, match.tokens)
+        cut = min(max(start_token, self.worth_tokens), end)
+        tier = match.hits[0].tier
+        parts = [(start_token, cut, Reason.FASTER), (cut, end, Reason.SLOWER)]
+        judged = (
+            Judged(Segment(first, stop, tier, "raw", 1, 1), reason, 1.0, 2.0)
+            for first, stop, reason in parts
+            if stop > first
+        )
+        return Choice(start_token, tuple(judged))
+
+    def note_prefill(self, start_token: float, tokens: int, seconds: float) -> None:
+        self.on_call("note_prefill")
+        self.prefills.append((start_token, tokens, seconds))
+
+
+@dataclass
 class ScriptedTiers:
     """Holds chunks by key. Every knob may be turned at any time."""
 
@@ -101,7 +130,7 @@ class ScriptedTiers:
     #: Told of every call.
     on_call: Callable[[str], None] = lambda _: None
     loads: list[ScriptedLoad] = field(default_factory=list)
-    deadlines: list[float | None] = field(default_factory=list)
+    choices: list[Choice | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._jobs: deque[_Job] = deque()
@@ -109,6 +138,7 @@ class ScriptedTiers:
         self._storing: set[ChunkKey] = set()
         self._asked: dict[int, int] = {}
         self._plan_id = 0
+        self.costs = ScriptedCosts(on_call=self.called)
         self._planes = [
             self.pool.layer_view(0, layer, part).numpy()[:, :, 0] for layer, part in PLANES
         ]
@@ -139,17 +169,20 @@ class ScriptedTiers:
             hits.append(ChunkHit(key, self.tier))
         return Ready(sequence, tuple(hits))
 
-    def note_admission(self, match: Ready, start_token: int, end_token: int) -> None:
+    def note_admission(
+        self, match: Ready, start_token: int, end_token: int, choice: Choice | None = None
+    ) -> None:
+        del choice
         self.called("note_admission")
         self.admissions.append((start_token, end_token, match.tokens))
 
     def begin_load(
-        self, match: Ready, blocks: Blocks, *, deadline: float | None = None
+        self, match: Ready, blocks: Blocks, *, choice: Choice | None = None
     ) -> ScriptedLoad | None:
         self.called("begin_load")
         if not match.hits:
             return None
-        self.deadlines.append(deadline)
+        self.choices.append(choice)
         load = ScriptedLoad(self, match, blocks)
         self.loads.append(load)
         return load

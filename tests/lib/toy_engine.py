@@ -13,8 +13,9 @@ from kvtier.testing.clock import FakeClock
 from kvtier.testing.pools import TorchPool
 from kvtier.types import Namespace
 from kvtier_engine.block_pool import BlockDigest, BlockPool
-from kvtier_engine.cache_link import CacheFront, CacheLink, Link, NoLink, PlanWorker
+from kvtier_engine.cache_link import CacheLink
 from kvtier_engine.core import EngineCore, tell_nobody
+from kvtier_engine.link import CacheFront, Link, NoLink, PlanWorker
 from kvtier_engine.request import Request
 from kvtier_engine.scheduling import SchedulerConfig
 from kvtier_engine.types import (

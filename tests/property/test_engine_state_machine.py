@@ -13,7 +13,7 @@ from kvtier_engine.types import FinishReason
 from tests.lib.toy_engine import Answer, ToyEngine, prompt_of
 
 TRUNK = prompt_of(3, 20)
-BROKEN = ("sequence", "match", "note_admission", "begin_load", "begin_store", "load.poll")
+BROKEN = ("sequence", "match", "choose", "note_admission", "begin_load", "begin_store", "load.poll")
 BROKEN_ANSWERS = ("finish", "store_done", "execute", "worker.poll")
 
 
