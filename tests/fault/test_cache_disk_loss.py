@@ -33,8 +33,17 @@ FIVE = range(5 * CHUNK)
 ROOM_BYTES = 64 * CHUNK_BYTES
 
 
+@pytest.fixture(params=[None, "zstd"])
+def setup(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CacheSetup]:
+    """Without and with a byte codec, which writes in two steps."""
+    with cache_setup(tmp_path) as setup:
+        setup.byte_codec = request.param
+        yield setup
+
+
 @pytest.fixture
-def setup(tmp_path: Path) -> Iterator[CacheSetup]:
+def plain(tmp_path: Path) -> Iterator[CacheSetup]:
+    """Where a bound is told in chunks as DRAM has them."""
     with cache_setup(tmp_path) as setup:
         yield setup
 
@@ -235,16 +244,16 @@ def test_b119_a_real_disk_that_fails_and_recovers(setup: CacheSetup, word: str) 
         setup.close(engine)
 
 
-def test_b41_what_waits_behind_a_failed_removal_is_not_written(setup: CacheSetup) -> None:
+def test_b41_what_waits_behind_a_failed_removal_is_not_written(plain: CacheSetup) -> None:
     """A write that was given the room of files that could not be removed would break the bound."""
     clock = FakeClock()
-    engine = setup.on_disk(range(CHUNK), dram_chunks=2, disk_chunks=3, clock=clock)
+    engine = plain.on_disk(range(CHUNK), dram_chunks=2, disk_chunks=3, clock=clock)
     chunks = [engine.sequence(range(start, start + CHUNK)) for start in range(5)]
     for chunk in chunks[1:3]:
         engine.store(chunk)
         written(engine)
     removals = FileFailure(operations=(FileOperation.REMOVE,), last=EVER)
-    setup.files.inject(removals)
+    plain.files.inject(removals)
     engine.store(chunks[3])
     wait_until(lambda: engine.cache.stats().degraded, "nothing is noticed")
     for chunk in chunks[1:3]:
@@ -253,16 +262,16 @@ def test_b41_what_waits_behind_a_failed_removal_is_not_written(setup: CacheSetup
     assert engine.cache.stats().writes_queued == 0
 
     gate = FileGate(operations=(FileOperation.REMOVE,))
-    setup.files.inject(gate, removals)
+    plain.files.inject(gate, removals)
     clock.advance(HEALTH_BACKOFF_S_MAX)
     gate.wait_for_arrivals()
     engine.store(chunks[4])
     wait_until(lambda: engine.cache.stats().writes_queued == 1, "the store does not go to disk")
     gate.open()
     settle(engine)
-    assert setup.disk_bytes() <= 3 * CHUNK_BYTES
-    setup.files.inject()
+    assert plain.disk_bytes() <= 3 * CHUNK_BYTES
+    plain.files.inject()
     clock.advance(HEALTH_BACKOFF_S_MAX)
     written(engine)
     settle(engine)
-    assert setup.disk_bytes() == 3 * CHUNK_BYTES
+    assert plain.disk_bytes() == 3 * CHUNK_BYTES

@@ -53,6 +53,7 @@ def drawn_job(rng: random.Random, folders: tuple[str, ...]) -> Job:
         durability=rng.choice(tuple(Durability)),
         mode=rng.choice((WriteMode.THROUGH, WriteMode.THROUGH, WriteMode.BACK)),
         policy=rng.choice(POLICIES),
+        byte_codec=rng.choice((None, "zstd", "zstd")),
     )
 
 

@@ -107,6 +107,7 @@ class CacheSetup:
 
     folder: Path
     files: FaultyFiles = field(default_factory=FaultyFiles)
+    byte_codec: str | None = None
     errors: list[logging.LogRecord] = field(default_factory=list)
     engines: list[EngineDouble] = field(default_factory=list)
 
@@ -134,7 +135,8 @@ class CacheSetup:
         disk = None
         if disk_chunks is not None:
             capacity = disk_chunks * chunk_bytes
-            disk = DiskConfig(str(self.folder / "disk"), capacity, durability, mode)
+            where = str(self.folder / "disk")
+            disk = DiskConfig(where, capacity, durability, mode, byte_codec=self.byte_codec)
         config = CacheConfig(
             dram_bytes=dram_chunks * chunk_bytes if dram_bytes is None else dram_bytes,
             disk=disk,

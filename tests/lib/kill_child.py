@@ -41,6 +41,7 @@ class Job:
     durability: str = Durability.NONE
     mode: str = WriteMode.THROUGH
     policy: str = "lru"
+    byte_codec: str | None = None
 
     def text(self) -> str:
         """Return one line for the child."""
@@ -56,6 +57,7 @@ class Job:
             WriteMode(self.mode),
             self.policy,
             more_paths=tuple(more),
+            byte_codec=self.byte_codec,
         )
         return CacheConfig(dram_bytes=dram_chunks * CHUNK_BYTES, disk=disk, slab_bytes=4096)
 

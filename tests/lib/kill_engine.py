@@ -16,6 +16,7 @@ from kvtier.codecs.raw import RawCodec
 from kvtier.codecs.sections import section_offset
 from kvtier.testing.engine_double import wait_until
 from kvtier.types import (
+    DTYPE_BYTES,
     Blocks,
     ChunkKey,
     GroupKind,
@@ -27,7 +28,7 @@ from kvtier.types import (
     Result,
 )
 
-CHUNK_TOKENS = 8
+CHUNK_TOKENS = 32
 BLOCK_TOKENS = 4
 SHARDS = 2
 _FULL = KVGroup(GroupKind.FULL, (0, 2), kv_heads=2, k_dim=64, v_dim=64, dtype="float32")
@@ -106,4 +107,8 @@ class PatternEngine:
         start = move.slot.offset + move.payload_offset
         start += section_offset(self._codec, move.layout, section)
         text = key + bytes(move.shard) + bytes([section])
-        return _Section(start, hashlib.shake_128(text).digest(nbytes))
+        right = bytearray(hashlib.shake_128(text).digest(nbytes))
+        # Exponents as alike as those of KV, for what encodes them.
+        width = DTYPE_BYTES[move.layout.dtype]
+        right[width - 1 :: width] = b"\x3f" * (nbytes // width)
+        return _Section(start, bytes(right))

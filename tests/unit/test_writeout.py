@@ -42,8 +42,17 @@ from tests.lib.cache_setup import (
 )
 
 
+@pytest.fixture(params=[None, "zstd"])
+def setup(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CacheSetup]:
+    """Without and with a byte codec, which writes in two steps."""
+    with cache_setup(tmp_path) as setup:
+        setup.byte_codec = request.param
+        yield setup
+
+
 @pytest.fixture
-def setup(tmp_path: Path) -> Iterator[CacheSetup]:
+def plain(tmp_path: Path) -> Iterator[CacheSetup]:
+    """Where a bound is told in chunks as DRAM has them."""
     with cache_setup(tmp_path) as setup:
         yield setup
 
@@ -189,9 +198,9 @@ def test_b96_a_disk_that_blocks_costs_writes_and_nothing_else(setup: CacheSetup)
     engine.run(plan)
 
 
-def test_a_dropped_write_gets_another_chance_with_the_next_access(setup: CacheSetup) -> None:
+def test_a_dropped_write_gets_another_chance_with_the_next_access(plain: CacheSetup) -> None:
     """The disk evicts a chunk that DRAM still holds."""
-    engine = setup.open(dram_chunks=16, disk_chunks=2)
+    engine = plain.open(dram_chunks=16, disk_chunks=2)
     first = engine.sequence(range(CHUNK))
     engine.store(first)
     written(engine)
@@ -202,8 +211,8 @@ def test_a_dropped_write_gets_another_chance_with_the_next_access(setup: CacheSe
     assert not engine.store(first), "DRAM holds it"
     engine.load(engine.match(first))
     written(engine)
-    setup.close(engine)
-    engine = setup.open()
+    plain.close(engine)
+    engine = plain.open()
     assert engine.match(engine.sequence(range(CHUNK))).tokens == CHUNK
 
 
@@ -281,8 +290,8 @@ def test_a_chunk_that_leaves_dram_while_its_write_fails_is_forgotten(setup: Cach
 # Eviction below
 
 
-def test_b43_what_the_disk_evicts_dram_still_has(setup: CacheSetup) -> None:
-    engine = setup.open(dram_chunks=4, disk_chunks=2)
+def test_b43_what_the_disk_evicts_dram_still_has(plain: CacheSetup) -> None:
+    engine = plain.open(dram_chunks=4, disk_chunks=2)
     first = engine.sequence(range(CHUNK))
     engine.store(first)
     for start in (100, 200):
@@ -309,23 +318,23 @@ def test_b43_what_dram_evicts_the_disk_still_has(setup: CacheSetup) -> None:
 
 
 @pytest.mark.parametrize("smaller", [10, 4])
-def test_b41_a_restart_keeps_bound_and_order(setup: CacheSetup, smaller: int) -> None:
-    engine = setup.open(disk_chunks=10)
+def test_b41_a_restart_keeps_bound_and_order(plain: CacheSetup, smaller: int) -> None:
+    engine = plain.open(disk_chunks=10)
     starts = range(0, 800, 100)
     for number, start in enumerate(starts):
         key = store_one(engine, start)
         written(engine)
-        (path,) = [p for p in setup.shard_files() if p.name.startswith(key.hex())]
+        (path,) = [p for p in plain.shard_files() if p.name.startswith(key.hex())]
         os.utime(path, (number, number))
-    setup.close(engine)
-    engine = setup.open(disk_chunks=smaller)
+    plain.close(engine)
+    engine = plain.open(disk_chunks=smaller)
     held = [s for s in starts if engine.match(engine.sequence(range(s, s + CHUNK))).hits]
     assert held == list(starts)[-smaller:]
     most = 0
     for start in range(1000, 1800, 100):
         store_one(engine, start)
         written(engine)
-        most = max(most, len(setup.shard_files()))
+        most = max(most, len(plain.shard_files()))
         used = tier_stats(engine.cache, Tier.DISK).used_bytes
         assert used <= smaller * CHUNK_BYTES
     assert most <= smaller
@@ -334,24 +343,24 @@ def test_b41_a_restart_keeps_bound_and_order(setup: CacheSetup, smaller: int) ->
     assert not engine.match(engine.sequence(range(CHUNK))).hits, "the oldest left first"
 
 
-def test_b41_a_smaller_bound_keeps_the_newest_sequences_whole(setup: CacheSetup) -> None:
-    engine = setup.open()
+def test_b41_a_smaller_bound_keeps_the_newest_sequences_whole(plain: CacheSetup) -> None:
+    engine = plain.open()
     for number, start in enumerate((100, 0, 200)):
         sequence = engine.sequence(range(start, start + 3 * CHUNK))
         engine.store(sequence)
         written(engine)
         for key in sequence.chunk_keys:
-            (path,) = [p for p in setup.shard_files() if p.name.startswith(key.hex())]
+            (path,) = [p for p in plain.shard_files() if p.name.startswith(key.hex())]
             os.utime(path, (number, number))
-    setup.close(engine)
-    engine = setup.open(disk_chunks=5)
+    plain.close(engine)
+    engine = plain.open(disk_chunks=5)
     written(engine)
     tokens = {
         start: engine.match(engine.sequence(range(start, start + 3 * CHUNK))).tokens
         for start in (100, 0, 200)
     }
     assert tokens == {100: 0, 0: 2 * CHUNK, 200: 3 * CHUNK}
-    wait_until(lambda: len(setup.shard_files()) == 5, "what does not fit is not removed")
+    wait_until(lambda: len(plain.shard_files()) == 5, "what does not fit is not removed")
 
 
 # Durability
