@@ -223,7 +223,8 @@ class Lab:
         batch = replace(batch, addresses=addresses)
         failed = torch.zeros(1, dtype=torch.int32, device=self.device)
         blocks = torch.from_numpy(batch.blocks.reshape(-1)).to(self.device)
-        units = batch.units
+        sections, shards = range(len(batch.pattern.sections)), range(len(addresses))
+        units = [(section, shard) for section in sections for shard in shards]
         offsets = [place.offset for place in batch.pattern.sections]
         bases = [int(addresses[shard]) + offsets[section] for section, shard in units]
         jobs = [(strip, batch.table(strip, units, bases)) for strip in batch.pattern.strips]

@@ -20,14 +20,12 @@ from kvtier_kernels.transfer.triton import UNLIMITED
 
 #: Rows, warps and tiles in flight, and with how many programs; zeros stand for a kernel's own.
 SHAPES: Final[dict[tuple[int, int, int], tuple[int, ...]]] = {
-    (0, 0, 1): (16, 32, UNLIMITED),
-    (64, 8, 1): (16, 32, 64, UNLIMITED),
-    (64, 8, 2): (16, 32, 64),
-    (128, 8, 1): (16, 32),
+    (0, 0, 1): (16, 64, UNLIMITED),
+    (128, 8, 1): (32,),
 }
 STAGED_SHAPES: Final[dict[tuple[int, int, int], tuple[int, ...]]] = {
-    (0, 0, 1): (32, UNLIMITED),
-    (64, 8, 1): (16, 32, UNLIMITED),
+    (0, 0, 1): (16, 32, 64, UNLIMITED),
+    (128, 8, 1): (16, 32),
 }
 FEW: Final = 32
 
@@ -101,7 +99,7 @@ def passes(lab: Lab, journal: Journal, codec: BlockCodec) -> bool:
 
 def in_hbm(lab: Lab, journal: Journal, codec: BlockCodec) -> None:
     """Kernels alone."""
-    for rows, warps in ((0, 0), (32, 4), (64, 8)):
+    for rows, warps in ((0, 0), (128, 4), (128, 8)):
         way = replace(HBM, rows=rows, warps=warps)
         what = {"codec": codec.name, "kind": "hbm", **asdict(way)}
         journal.attempt_boundary(what, partial(lab.timed_in_hbm, codec, way, 5))

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from kvtier_kernels.transfer.lane import Lane, Way
     from kvtier_kernels.transfer.stripes import Stripe
 
-#: Moves in one launch: raw shards of an 8-billion model take 40 ms, which a deadline can wait.
-BATCH_MOVES_MAX: Final = 64
+#: Bytes and moves of a batch: 2 GiB take 40 ms, which a deadline can wait.
+BATCH_BYTES_MAX: Final = 1 << 31
+BATCH_MOVES_MAX: Final = 256
 #: Kinds of moves whose tables are kept: one for each KV group, codec and cut, as a rule.
 _PATTERNS_MAX: Final = 64
 
@@ -50,7 +51,7 @@ class TurningCodec(Protocol):
     """A codec that turns what it takes from K, as RoPE turns K."""
 
     def turns(self, move: Move, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Cosines and sines of all of the chunk's rows, float32 on ``device``; None: none."""
+        """Cosines and sines of all of the chunk's rows, float16 on ``device``; None: none."""
         ...
 
 
@@ -189,6 +190,7 @@ class GpuMover:
             place = SectionPlace(
                 section_offset(codec, move.layout, section),
                 codec.section_bytes(move.layout, section),
+                section_offset(codec, move.layout, section + 1),
                 tuple(codec.stripes(move, section, self._device)),
                 tuple(layers),
             )
@@ -244,7 +246,7 @@ def _place(payload: memoryview) -> tuple[int, int]:
     """Where bytes lie, and how many."""
     import numpy as np
 
-    address: int = np.frombuffer(payload, np.uint8).ctypes.data
+    address: int = np.frombuffer(payload, np.uint8).__array_interface__["data"][0]
     return address, payload.nbytes
 
 
@@ -279,5 +281,12 @@ def batches(shipments: Iterable[Shipment]) -> Iterator[list[Shipment]]:
     for shipment in shipments:
         kinds.setdefault(kind(shipment), []).append(shipment)
     for alike in kinds.values():
-        for start in range(0, len(alike), BATCH_MOVES_MAX):
-            yield alike[start : start + BATCH_MOVES_MAX]
+        batch: list[Shipment] = []
+        room = BATCH_BYTES_MAX
+        for shipment in alike:
+            if batch and (shipment.payload.nbytes > room or len(batch) == BATCH_MOVES_MAX):
+                yield batch
+                batch, room = [], BATCH_BYTES_MAX
+            batch.append(shipment)
+            room -= shipment.payload.nbytes
+        yield batch

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvtier.codecs.sections import section_offset
+from kvtier.codecs.sections import section_offset, zero_gaps
 from kvtier.errors import CodecError, LayoutError
 from kvtier.interfaces import PagedPool
 from kvtier.registry import import_problem
@@ -65,6 +65,7 @@ class PagedCodec(ABC):
     def pack(self, pool: PagedPool, move: Move, payload: memoryview) -> None:
         """Write the move's rows into ``payload``, which starts at section 0 of the slot.
 
+        What lies between and behind the sections becomes zeros.
         Returns when the bytes are in place. Raises ``LayoutError`` where pool, move and payload do
         not fit each other, ``CodecError`` for values that the codec cannot carry (what was written
         of the payload is then undefined), and ``MissingExtraError`` without torch.
@@ -74,6 +75,8 @@ class PagedCodec(ABC):
         for planes, layers in self._sections(pool, move, payload):
             with as_our_error(move):
                 kernel.pack(layers, span, planes, pool.stream)
+        sections = range(move.first_section, move.first_section + move.section_count)
+        zero_gaps(self, move.layout, sections, payload)
 
     def unpack(self, payload: memoryview, pool: PagedPool, move: Move) -> None:
         """Write the move's rows from ``payload`` into the pool's blocks; else as ``pack``."""

@@ -232,7 +232,7 @@ def _turns(
     from torch import from_numpy
 
     cosine, sine = rotary.turns(position_start, tokens, dim)
-    return from_numpy(cosine), from_numpy(sine)
+    return from_numpy(cosine).half(), from_numpy(sine).half()
 
 
 @lru_cache(maxsize=_DEVICE_TURNS_KEPT)

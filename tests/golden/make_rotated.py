@@ -34,7 +34,7 @@ def values(name: str, *shape: int) -> torch.Tensor:
 def kernels() -> dict[str, RotatedKernel]:
     """The kernels whose bytes are pinned, by the name of the case."""
     mean, partner = (values(name, 1, 1, 80) for name in ("mean", "partner"))
-    cosine, sine = (values(name, TOKENS, 80) / 8 for name in ("cosine", "sine"))
+    cosine, sine = ((values(name, TOKENS, 80) / 8).half() for name in ("cosine", "sine"))
     centre = Centre(mean, partner, cosine, sine)
     return {
         "int8": RotatedKernel(Format(64, 64, INT8, INT8, 2)),

@@ -14,7 +14,6 @@ from kvtier_kernels.rotated_format import INT6, INT8, LM4, LM5, Format
 from tests.lib import rotated_oracle as oracle
 from tests.lib.rotated_pools import form, gaussian, span_of, views
 
-BOOKS = {"int8": None, "int6": None, "lm5": oracle.codebook("lm5"), "lm4": oracle.codebook("lm4")}
 POISON = 0xEE
 
 
@@ -93,7 +92,7 @@ def place(
     scales: list[bytes] = []
     for piece in kernel.form.pieces:
         row = parts[piece.part][piece.start : piece.start + piece.dim]
-        planes, scale = oracle.encode(row, piece.code.name, BOOKS[piece.code.name])
+        planes, scale = oracle.encode(row, piece.code.name, oracle.BOOKS[piece.code.name])
         stored += planes
         scales.append(scale)
     stored += scales
@@ -122,7 +121,8 @@ def centre(layers: int, heads: int, dim: int, tokens: int) -> Centre:
     half = dim // 2
     angle = 0.3 * torch.arange(tokens)[:, None].expand(tokens, half)
     sine = torch.cat([-angle.sin(), angle.sin()], 1)
-    return Centre(mean, mean.roll(half, -1), torch.cat([angle.cos()] * 2, 1), sine)
+    cosine = torch.cat([angle.cos()] * 2, 1)
+    return Centre(mean, mean.roll(half, -1), cosine.half(), sine.half())
 
 
 def test_a_centre_takes_the_mean_of_k_at_each_position() -> None:

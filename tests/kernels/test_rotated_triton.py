@@ -63,7 +63,7 @@ def centre_of(form: Format, moved: raw.Span, layers: int) -> Centre:
     generator = torch.Generator().manual_seed(5)
     means = torch.randn((2, layers, moved.kv_heads, form.k_dim), generator=generator)
     turns = torch.randn((2, moved.tokens, form.k_dim), generator=generator)
-    return Centre(means[0], means[1], turns[0], turns[1]).cut(moved, DEVICE)
+    return Centre(means[0], means[1], turns[0].half(), turns[1].half()).cut(moved, DEVICE)
 
 
 def assert_same(

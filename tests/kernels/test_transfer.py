@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvtier.codecs import gpu
 from kvtier.codecs.gpu import Shipment, StripedCodec, batches
 from kvtier.errors import CodecError, LayoutError
 from kvtier.testing.pools import Arrangement, TorchPool
@@ -205,8 +206,17 @@ def test_kinds_move_apart_and_batches_are_bounded() -> None:
     made = made_codec("raw", LAYOUT)
     whole = made_move(made, LAYOUT, CHUNKS[0])
     part = made_move(made, LAYOUT, CHUNKS[1][:1], rows=(0, 3))
-    mixed = [Shipment(made, move, memoryview(b"")) for move in (whole, part, *[whole] * 64)]
-    assert [len(batch) for batch in batches(mixed)] == [64, 1, 1]
+    mixed = [Shipment(made, move, memoryview(b"")) for move in (whole, part, *[whole] * 256)]
+    assert [len(batch) for batch in batches(mixed)] == [256, 1, 1]
+
+
+def test_batches_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "BATCH_BYTES_MAX", 100)
+    made = made_codec("raw", LAYOUT)
+    whole = made_move(made, LAYOUT, CHUNKS[0])
+    sizes = (40, 60, 1, 300, 50, 50)
+    moved = [Shipment(made, whole, memoryview(bytes(size))) for size in sizes]
+    assert [len(batch) for batch in batches(moved)] == [2, 1, 1, 2]
 
 
 def test_b16_what_does_not_fit_is_refused_before_a_byte_is_written() -> None:

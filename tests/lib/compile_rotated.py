@@ -28,8 +28,7 @@ POINTERS = {
     "jobs": "*i64",
     "blocks": "*i64",
     "failed": "*i32",
-    "tables": "*i32",
-    "signs": "*fp32",
+    "matrix": "*fp16",
 }
 #: Arguments that are multiples of 16 for chunks of 256 tokens.
 ALIGNED = ("first_head", "first_bytes", "second_head", "second_bytes", "third_head", "part_dim")

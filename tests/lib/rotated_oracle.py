@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
@@ -15,84 +16,118 @@ F32 = np.float32
 
 WIDTHS = {"int8": (8,), "int6": (4, 2), "lm5": (4, 1), "lm4": (4,)}
 PEAKS = {"int8": 127, "int6": 31}
-LEVELS = {"lm4": 16, "lm5": 32}
-
-
-def lloyd_max(count: int) -> tuple[list[float], list[int]]:
-    """The Lloyd-Max levels of N(0, 1), and as integers with the outermost at 127."""
-    levels = [(i + 0.5 - count / 2) * 6 / count for i in range(count)]
-    for _ in range(4000):
-        bounds = [-math.inf, *((a + b) / 2 for a, b in pairwise(levels))]
-        bounds.append(math.inf)
-        levels = [_mean(bounds[i], bounds[i + 1]) for i in range(count)]
-    return levels, [round(level * 127 / levels[-1]) for level in levels]
-
-
-def _mean(low: float, high: float) -> float:
-    density = [math.exp(-x * x / 2) / math.sqrt(2 * math.pi) for x in (low, high)]
-    share = (math.erfc(-high / math.sqrt(2)) - math.erfc(-low / math.sqrt(2))) / 2
-    return (density[0] - density[1]) / share
 
 
 @dataclass(frozen=True)
 class Codebook:
-    """Integer levels, units per standard deviation."""
+    """``half`` codes on either side of zero, and the polynomials that make codes and levels."""
 
-    levels: list[int]
-    unit: float
-
-
-def codebook(name: str) -> Codebook:
-    exact, levels = lloyd_max(LEVELS[name])
-    return Codebook(levels, 127 / exact[-1])
-
-
-def signs(dim: int) -> list[int]:
-    found = []
-    for d in range(dim):
-        digest = hashlib.sha256(b"kvtier rotated signs %d" % (d // 256)).digest()
-        bit = d % 256
-        found.append(-1 if digest[bit // 8] & (1 << bit % 8) else 1)
-    return found
+    half: int
+    a: float
+    b: float
+    c: float
+    largest: float
+    p: tuple[float, ...]
 
 
-def rotate(row: Row) -> Row:
-    dim = len(row)
+BOOKS = {
+    "int8": None,
+    "int6": None,
+    "lm4": Codebook(8, 3.78, 0.1496, 0.0, 2.9, (68.852, -0.03044, 7.971e-3)),
+    "lm5": Codebook(16, 7.529, 0.3785, 0.01101, 3.2, (33.624, 0.05224, -2.6656e-4, 1.61856e-6)),
+}
+
+
+def lloyd_max_error(count: int) -> float:
+    """The mean squared error of the ideal quantiser of N(0, 1)."""
+    levels = [(i + 0.5 - count / 2) * 6 / count for i in range(count)]
+    for _ in range(4000):
+        bounds = [-math.inf, *((a + b) / 2 for a, b in pairwise(levels))]
+        bounds.append(math.inf)
+        levels = [_moments(bounds[i], bounds[i + 1])[1] for i in range(count)]
+    return quantiser_error(bounds, levels)
+
+
+def quantiser_error(bounds: list[float], levels: list[float]) -> float:
+    """The mean squared error for N(0, 1) of levels between bounds, infinite ones outermost."""
+    error = 1.0
+    for low, high, level in zip(bounds, bounds[1:], levels, strict=False):
+        share, mean = _moments(low, high)
+        error += share * (level * level - 2 * level * mean)
+    return error
+
+
+def _moments(low: float, high: float) -> tuple[float, float]:
+    """The share of N(0, 1) between two bounds, and its mean there."""
+    density = [math.exp(-x * x / 2) / math.sqrt(2 * math.pi) for x in (low, high)]
+    share = (math.erfc(-high / math.sqrt(2)) - math.erfc(-low / math.sqrt(2))) / 2
+    return share, (density[0] - density[1]) / share
+
+
+def code_of(value: float, book: Codebook) -> int:
+    """The code of a value in standard deviations, each operation rounded to float32."""
+    v = F32(min(max(F32(value), F32(-book.largest)), F32(book.largest)))
+    square = F32(v * v)
+    inner = F32(book.b) if not book.c else F32(F32(book.b) - F32(square * F32(book.c)))
+    slope = F32(F32(book.a) - F32(square * inner))
+    return int(np.rint(F32(F32(v * slope) + F32(book.half - 0.5))))
+
+
+def level_of(code: int, book: Codebook) -> int:
+    """The level of a code, in exact arithmetic."""
+    w = Fraction(2 * code + 1, 2) - book.half
+    value = sum(Fraction(factor) * w ** (2 * nth + 1) for nth, factor in enumerate(book.p))
+    return round(value)
+
+
+def signs(run: int) -> list[int]:
+    digest = hashlib.sha256(b"kvtier rotated signs 0").digest()
+    return [-1 if digest[d // 8] & (1 << d % 8) else 1 for d in range(run)]
+
+
+def turned(fixed: list[int]) -> list[int]:
+    """Signs, butterflies and reflection of whole numbers."""
+    dim = len(fixed)
     run = dim & -dim
     odd, exponent = dim // run, run.bit_length() - 1
-    values = [F32(x * F32(s)) for x, s in zip(row, signs(dim), strict=True)]
+    pattern = signs(min(run, 128))
+    values = [q * pattern[i % len(pattern)] for i, q in enumerate(fixed)]
     for stage in range(exponent):
         h = 1 << stage
         for i in range(dim):
             if not i & h:
-                low, high = values[i], values[i + h]
-                values[i], values[i + h] = F32(low + high), F32(low - high)
-    values = [F32(v * F32(2.0 ** -math.ceil(exponent / 2))) for v in values]
+                values[i], values[i + h] = values[i] + values[i + h], values[i] - values[i + h]
     if odd > 1:
-        for j in range(run):
-            terms = values[j::run]
-            terms += [F32(0)] * ((1 << (odd - 1).bit_length()) - odd)
-            while len(terms) > 1:
-                half = len(terms) // 2
-                terms = [F32(a + b) for a, b in zip(terms[:half], terms[half:], strict=True)]
-            part = F32(terms[0] * F32(2.0 / odd))
-            for i in range(j, dim, run):
-                values[i] = F32(values[i] - part)
-    return np.array(values, np.float32)
+        totals = [sum(values[j::run]) for j in range(run)]
+        values = [odd * z - 2 * totals[i % run] for i, z in enumerate(values)]
+    return values
 
 
 def encode(row: Row, name: str, book: Codebook | None) -> tuple[tuple[bytes, ...], bytes]:
     """The bytes of one row in each bit plane, and of its scale."""
-    values = rotate(row)
-    peak = F32(max(abs(v) for v in values))
+    dim = len(row)
+    run = dim & -dim
+    odd, exponent = dim // run, run.bit_length() - 1
+    peak = F32(max(abs(v) for v in row))
+    to_fixed = F32(_inverse(peak) * F32(2047))
+    fixed = [int(np.rint(F32(x * to_fixed))) for x in row]
+    step = F32(peak * F32(1 / 2047))
+    values = turned(fixed)
     if book is None:
-        limit = PEAKS[name]
-        scale = np.float16(peak * F32(1.0 / limit))
-        factor = F32(1) / F32(scale) if scale else F32(0)
-        codes = [max(-limit, min(limit, int(np.rint(F32(v * factor))))) for v in values]
+        limit, there = PEAKS[name], 2.0 ** -math.ceil(exponent / 2) / odd
+        largest = F32(max(map(abs, values)))
+        scale = np.float16(F32(F32(largest * F32(there / limit)) * step))
+        factor = F32(F32(step * F32(there)) * _inverse(F32(scale)))
+        factor = min(factor, F32(_inverse(largest) * F32(limit)))
+        codes = [int(np.rint(F32(F32(z) * factor))) for z in values]
         codes = [c & 0xFF for c in codes] if name == "int8" else [c + limit + 1 for c in codes]
     else:
-        codes, scale = _nearest_levels(values, peak, book)
+        root = np.sqrt(F32(max(1, sum(q * q for q in fixed))))
+        spread = F32(math.sqrt(dim) / (odd * 2 ** (exponent / 2)))
+        deviations = F32(_inverse(root) * spread)
+        codes = [code_of(F32(F32(z) * deviations), book) for z in values]
+        share = F32(2.0 ** (exponent // 2 - exponent / 2) / math.sqrt(dim))
+        scale = np.float16(F32(F32(root * share) * step))
     planes, shift = [], sum(WIDTHS[name])
     for width in WIDTHS[name]:
         shift -= width
@@ -100,21 +135,11 @@ def encode(row: Row, name: str, book: Codebook | None) -> tuple[tuple[bytes, ...
         for place, code in enumerate(codes):
             number |= (code >> shift & ((1 << width) - 1)) << place * width
         planes.append(number.to_bytes(-(-len(codes) * width // 8), "little"))
-    return tuple(planes), np.float16(scale).tobytes()
+    return tuple(planes), scale.tobytes()
 
 
-def _nearest_levels(values: Row, peak: np.float32, book: Codebook) -> tuple[list[int], np.float16]:
-    to_fixed = F32(F32(1) / peak * F32(180)) if peak else F32(0)
-    fixed = [int(np.rint(F32(v * to_fixed))) for v in values]
-    square = F32(max(1, sum(p * p for p in fixed)))
-    spread = np.sqrt(F32(F32(1) / square * F32(len(values))))
-    to_unit = F32(F32(to_fixed * spread) * F32(book.unit))
-    codes = []
-    for v in values:
-        place = max(-127, min(127, int(np.rint(F32(v * to_unit)))))
-        # Two levels as near as each other: the upper one.
-        codes.append(min(range(len(book.levels)), key=lambda c: (abs(book.levels[c] - place), -c)))
-    chosen = [book.levels[c] for c in codes]
-    fit = F32(sum(p * z for p, z in zip(fixed, chosen, strict=True)))
-    fit = F32(fit / F32(sum(z * z for z in chosen)))
-    return codes, np.float16(F32(fit * F32(peak * F32(1.0 / 180))))
+def _inverse(value: np.float32) -> np.float32:
+    """1 / value, and 0 where that is no finite number."""
+    with np.errstate(all="ignore"):
+        inverse = F32(F32(1) / value)
+    return inverse if np.isfinite(inverse) else F32(0)

@@ -1,57 +1,54 @@
 """The rotated codecs in plain torch: the truth that the kernels are compared with.
 
-Everything is float32 in exactly this order, one rounding per operation, no fused multiply-add, so
-that every device and the Triton kernels give the same codes and scales, bit for bit. ``y`` is a
-piece of D = m * 2**k values, m odd, as m runs of 2**k:
+A row is brought to integers first, so all that is summed up is exact in any order: a GPU's tensor
+cores, its reductions and a CPU's butterflies come to the same. What remains is float32, one
+rounding per operation in exactly this order, no fused multiply-add. ``x`` is a piece of
+D = m * 2**k values, m odd, as m runs of 2**k, and a its largest |x|:
 
 1. (centred K only) ``x = x - (mean * cos + partner * sin)``.
-2. ``y = x * signs``.
+2. ``q = round(x * (1 / a * 2047)) * signs``: integers.
 3. Within each run, for h = 1, 2, 4 .. 2**(k-1) and i with bit h clear:
-   ``y[i], y[i + h] = y[i] + y[i + h], y[i] - y[i + h]``.
-4. ``y = y * 2**-ceil(k/2)``. (The way back takes 2**-floor(k/2): neither rounds.)
-5. With m > 1, across the runs: ``y = y - total * (2/m)``, where ``total`` is the sum of the runs
-   as ``fold`` takes it. Steps 2 to 5 are orthogonal up to a power of two: signs, Walsh-Hadamard,
-   Householder reflection. The reflection mixes the runs evenly where D is no power of two.
+   ``q[i], q[i + h] = q[i] + q[i + h], q[i] - q[i + h]``.
+4. With m > 1, across the runs: ``q = q * m - 2 * total``, where ``total`` is the sum of the runs.
 
-An integer code (``int8``, ``int6``), with a the row's largest |y|:
+Steps 2 to 4 are orthogonal but for rounding and a factor: signs, Walsh-Hadamard, Householder
+reflection, which mixes the runs evenly where D is no power of two. They give z and, with
+``step = a * (1 / 2047)``, its unit ``there = 2**-ceil(k/2) / m``. An integer code (``int8``,
+``int6``), with b the largest |z|:
 
-    scale = float16(a * (1 / peak));  code = clamp(round(y * (1 / scale)), -peak, peak)
+    scale = float16(b * (there / peak) * step)
+    code  = round(z * min(step * there * (1 / scale), 1 / b * peak))
 
-A Lloyd-Max code, with integer levels L and ``unit`` of them per standard deviation:
+A code of levels, which stands for ``level / 256`` standard deviations:
 
-    f    = 1 / a * 180
-    p    = round(y * f)                             an integer: sums over p are exact
-    v    = clamp(round(y * (f * sqrt(1 / sum(p * p) * D) * unit)), -127, 127)
-    code = the number of thresholds at or below v
-    scale = float16(sum(p * L[code]) / sum(L[code]**2) * (a * (1 / 180)))    least squares
+    root  = sqrt(max(1, sum(q * q)))               an integer, of step 2
+    v     = clamp(z * (1 / root * (sqrt(D) / (m * 2**(k/2)))), -largest, largest)
+    code  = round(v * (a - v*v * (b - v*v * c)) + (h - 1/2))
+    scale = float16(root * (2**(floor(k/2) - k/2) / sqrt(D)) * step)
 
-Reciprocals of constants are constants, rounded to float32. 1 / a and 1 / scale are 0 where they
-would be infinite. ``round`` is to nearest, ties to even. A value comes back as ``scale * code`` or
-``scale * L[code]``, then steps 5, 3, 4, 2 and 1 reversed, cut to what the pool's dtype can hold and
-rounded to it. A row of zeros, or too small for a scale, has scale 0 and comes back as zeros (as the
-mean, if centred). A row whose scale is not finite cannot be stored: it held a NaN or an infinity,
-or values beyond 65504 (below which no row fails).
+Constants are rounded to float32. 1 / a and 1 / scale are 0 where they would be infinite. ``round``
+is to nearest, ties to even. On the way back codes or levels take steps 4, 3 and 2 (signs) as they
+are, which are their own inverse but for factors; then ``x = q * (scale * back)`` with
+``back = 2**-floor(k/2) / m``, for levels / 256; then step 1 is reversed, and the value is cut to
+what the pool's dtype can hold and rounded to it. A row of zeros, or too small for a scale, has
+scale 0 and comes back as zeros (as the mean, if centred). A row whose scale is not finite cannot be
+stored: it held a NaN or an infinity, or values beyond 65504 (below which no row fails).
 """
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Final, NamedTuple
 
 import torch
 
-from kvtier_kernels.rotated.codebooks import (
-    factors,
-    levels,
-    norms,
-    sign_tensor,
-    thresholds,
-    unit,
-)
+from kvtier_kernels.rotated.codebooks import LEVEL_UNIT, LEVELS, Levels, factors, sign_tensor
 from kvtier_kernels.rotated_format import Code
 
-#: Largest magnitude of p: 512 * 180**2 and 512 * 180 * 127 stay below 2**24.
-FIXED_PEAK: Final = 180.0
+#: Largest magnitude of q: in float16 it is exact, 512 * 2047**2 stays below 2**31, and all that
+#: becomes of 512 such values below 2**24.
+FIXED_PEAK: Final = 2047.0
 FLOAT16_MAX: Final = 65504.0
 
 
@@ -62,17 +59,47 @@ class Rows(NamedTuple):
     scales: torch.Tensor
 
 
+class Factors(NamedTuple):
+    """What sums are multiplied by, for pieces of one dim and code; see above."""
+
+    there: float
+    back: float
+    to_deviations: float
+    to_scale: float
+
+
+def factors_of(dim: int, code: Code) -> Factors:
+    """The constants; the last two are for codes of levels."""
+    odd, exponent = factors(dim)
+    there = 2.0 ** -(exponent - exponent // 2) / odd
+    back = 2.0 ** -(exponent // 2) / odd
+    return Factors(
+        there,
+        back if code.peak else back / LEVEL_UNIT,
+        math.sqrt(dim) / (odd * 2.0 ** (exponent / 2)),
+        2.0 ** (exponent // 2 - exponent / 2) / math.sqrt(dim),
+    )
+
+
 def encode(rows: torch.Tensor, code: Code) -> Rows:
     """Quantise float32 rows ``[rows, dim]``, which stay as they are.
 
     A scale that is no number up to 65504 marks a row that cannot be stored.
     """
-    values = rotate(rows.t().contiguous())
+    values = rows.t().contiguous()
+    known = factors_of(values.shape[0], code)
     peak = values.abs().amax(0)
+    step = peak * (1.0 / FIXED_PEAK)
+    fixed = (values * (_reciprocal(peak) * FIXED_PEAK)).round_()
     if code.peak:
-        codes, scales = _integer_codes(values, peak, code)
+        codes, scales = _integer_codes(rotate(fixed), step, code.peak, known)
+        if len(code.widths) == 1:
+            codes = codes.to(torch.int8).view(torch.uint8)
+        else:
+            codes = codes.add_(code.peak + 1).to(torch.uint8)
     else:
-        codes, scales = _level_codes(values, peak, code)
+        square = fixed.square().sum(0, dtype=torch.float64)
+        codes, scales = _level_codes(rotate(fixed), square, step, LEVELS[code.bits], known)
     planes = []
     shift = code.bits
     for width in code.widths:
@@ -95,88 +122,72 @@ def decode(packed: Rows, dim: int, code: Code) -> torch.Tensor:
         values = codes.view(torch.int8).float()
     else:
         values = codes.float() - (code.peak + 1)
-    return unrotate(values * packed.scales.float()).t()
+    factor = packed.scales.float() * factors_of(dim, code).back
+    return unrotate(values).mul_(factor).t()
 
 
 def rotate(values: torch.Tensor) -> torch.Tensor:
-    """Steps 2 to 5 over the first dimension of float32 ``[dim, rows]``, a new tensor."""
+    """Signs and steps 3 and 4 over the first dimension of float32 ``[dim, rows]``, a new tensor."""
     dim = values.shape[0]
     odd, exponent = factors(dim)
     values = values * sign_tensor(dim, values.device)[:, None]
-    values = _butterflies(values, odd, exponent)
-    values.mul_(norms(exponent)[0])
-    return _reflect(values, odd)
+    return _reflect(_butterflies(values, odd, exponent), odd)
 
 
 def unrotate(values: torch.Tensor) -> torch.Tensor:
-    """The inverse of ``rotate``."""
+    """The inverse of ``rotate``, but for a factor of 2**k * m**2."""
     dim = values.shape[0]
     odd, exponent = factors(dim)
-    values = _butterflies(_reflect(values, odd), odd, exponent)
-    values.mul_(norms(exponent)[1])
-    return values.mul_(sign_tensor(dim, values.device)[:, None])
-
-
-def fold(runs: torch.Tensor) -> torch.Tensor:
-    """Sum over the first dimension: padded with zeros to a power of two, then halved by adding
-    the upper half to the lower until one is left.
-    """
-    count = runs.shape[0]
-    width = 1 << (count - 1).bit_length()
-    if width > count:
-        runs = torch.cat([runs, runs.new_zeros((width - count, *runs.shape[1:]))])
-    while runs.shape[0] > 1:
-        half = runs.shape[0] // 2
-        runs = runs[:half] + runs[half:]
-    return runs[0]
+    values = _reflect(_butterflies(values, odd, exponent), odd)
+    # A sum that is zero has no sign elsewhere.
+    return values.mul_(sign_tensor(dim, values.device)[:, None]).add_(0.0)
 
 
 def _butterflies(values: torch.Tensor, odd: int, exponent: int) -> torch.Tensor:
-    """Step 3 on ``[dim, rows]``, unnormalised: its own inverse up to 2**exponent."""
+    """Step 3 on ``[dim, rows]``: its own inverse up to 2**exponent. A new tensor."""
     rows = values.shape[1]
-    spare = torch.empty_like(values) if exponent else values
+    spare = torch.empty_like(values)
+    values = values if exponent else values.clone()
     for stage in range(exponent):
         half = 1 << stage
         shape = (odd << (exponent - 1 - stage), 2, half, rows)
         source, target = values.view(shape), spare.view(shape)
         torch.add(source[:, 0], source[:, 1], out=target[:, 0])
         torch.sub(source[:, 0], source[:, 1], out=target[:, 1])
-        values, spare = spare, values
+        # The first stage's source is the caller's.
+        values, spare = spare, (values if stage else torch.empty_like(values))
     return values
 
 
 def _reflect(values: torch.Tensor, odd: int) -> torch.Tensor:
-    """Step 5: its own inverse."""
+    """Step 4: its own inverse up to m**2."""
     if odd == 1:
         return values
     runs = values.view(odd, -1, values.shape[1])
-    return (runs - fold(runs) * (2.0 / odd)).view(values.shape)
+    return (runs * odd - 2.0 * runs.sum(0)).view(values.shape)
 
 
 def _integer_codes(
-    values: torch.Tensor, peak: torch.Tensor, code: Code
+    turned: torch.Tensor, step: torch.Tensor, peak: int, known: Factors
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    scales = (peak * (1.0 / code.peak)).half()
-    factor = _reciprocal(scales.float())
-    codes = (values * factor).round_().clamp_(-code.peak, code.peak)
-    if len(code.widths) == 1:
-        return codes.to(torch.int8).view(torch.uint8), scales
-    return codes.add_(code.peak + 1).to(torch.uint8), scales
+    largest = turned.abs().amax(0)
+    scales = (largest * (known.there / peak) * step).half()
+    # A scale that was rounded down must not bring a code beyond the peak.
+    bound = _reciprocal(largest) * peak
+    factor = torch.minimum(step * known.there * _reciprocal(scales.float()), bound)
+    return turned.mul_(factor).round_().nan_to_num_(0.0), scales
 
 
 def _level_codes(
-    values: torch.Tensor, peak: torch.Tensor, code: Code
+    turned: torch.Tensor, square: torch.Tensor, step: torch.Tensor, book: Levels, known: Factors
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    to_fixed = _reciprocal(peak) * FIXED_PEAK
-    fixed = (values * to_fixed).round_()
-    square = fixed.square().sum(0).clamp_(min=1.0)
-    to_unit = to_fixed * (square.reciprocal() * values.shape[0]).sqrt() * unit(code.bits)
-    places = (values * to_unit).round_().clamp_(-127.0, 127.0).nan_to_num_(0.0)
-    places.add_(127.0)
-    codes = _lookup(_code_table(code.bits, places.device), places)
-    chosen = _lookup(_level_table(code.bits, places.device), codes)
-    scales = (fixed * chosen).sum(0) / chosen.square().sum(0) * (peak * (1.0 / FIXED_PEAK))
-    return codes, scales.half()
+    root = square.float().clamp_(min=1.0).sqrt_()
+    deviations = root.reciprocal() * known.to_deviations
+    places = turned.mul_(deviations).clamp_(-book.largest, book.largest)
+    squares = places.square()
+    slopes = squares * book.b if not book.c else squares * (book.b - squares * book.c)
+    codes = places.mul_(book.a - slopes).add_(book.half - 0.5).round_().nan_to_num_(0.0)
+    return codes.to(torch.uint8), (root * known.to_scale * step).half()
 
 
 def _reciprocal(values: torch.Tensor) -> torch.Tensor:
@@ -191,17 +202,11 @@ def _lookup(table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _code_table(bits: int, device: torch.device) -> torch.Tensor:
-    """The codes (uint8) of v = -127 .. 127. Shared: never written to."""
-    bounds = torch.tensor(thresholds(bits))
-    codes = (torch.arange(-127, 128)[:, None] >= bounds).sum(1)
-    return codes.to(torch.uint8).to(device)
-
-
-@cache
 def _level_table(bits: int, device: torch.device) -> torch.Tensor:
-    """The levels as float32. Shared: never written to."""
-    return torch.tensor(levels(bits), dtype=torch.float32, device=device)
+    """The levels of all codes as float32. Shared: never written to."""
+    book = LEVELS[bits]
+    table = [book.level(code) for code in range(2 * book.half)]
+    return torch.tensor(table, dtype=torch.float32, device=device)
 
 
 def _pack_bits(bits: torch.Tensor, width: int) -> torch.Tensor:

@@ -1,14 +1,14 @@
 """The rotated codecs on a GPU: one pass over the pool's rows each way, bit for bit the reference.
 
 A program takes some rows of one piece of one plane, ``[ROWS, BLOCK_DIM]`` in registers; columns
-from ``DIM`` on are padding and stay zero. Fused multiply-adds are switched off at the launch, and
-divisions and square roots are the IEEE ones: the order of operations is ``reference``'s.
+from ``DIM`` on are padding and stay zero. Runs are turned by tensor cores: what is summed up are
+integers, exact in float16, whose sums are exact in float32. Fused multiply-adds are switched off at
+the launch, and divisions and square roots are the IEEE ones: the rest is ``reference``'s order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, Final
 
 import torch
@@ -17,21 +17,21 @@ import triton.language as tl
 
 from kvtier_kernels.raw import LayerViews, Span
 from kvtier_kernels.rotated.centre import Centre
-from kvtier_kernels.rotated.codebooks import factors, levels, norms, sign_tensor, thresholds, unit
+from kvtier_kernels.rotated.codebooks import LEVELS, factors, matrix, run_of
 from kvtier_kernels.rotated.fields import Packed
-from kvtier_kernels.rotated.reference import FIXED_PEAK
-from kvtier_kernels.rotated_format import Code, Format, Piece, Section
+from kvtier_kernels.rotated.reference import FIXED_PEAK, factors_of
+from kvtier_kernels.rotated_format import Format, Piece, Section
 from kvtier_kernels.rows import UnrepresentableError
 from kvtier_kernels.rows.triton import from_float32, to_float32
 from kvtier_kernels.transfer.stripes import COSINE, MEAN, PARTNER, SINE, Means, Stripe
 from kvtier_kernels.transfer.triton import field_rows, launch_section, place
 
 #: Values that a program holds at a time.
-_TILE_VALUES: Final = 4096
-#: A byte of the narrowest bit plane holds this many values.
-_BLOCK_DIM_MIN: Final = 8
+_TILE_VALUES: Final = 8192
+#: The narrowest rows and the fewest of them that tensor cores multiply.
+_SIDE_MIN: Final = 16
 #: How kernels are compiled: see above.
-OPTIONS: Final = {"num_warps": 8, "enable_fp_fusion": False}
+OPTIONS: Final = {"num_warps": 4, "enable_fp_fusion": False}
 
 _MEAN = tl.constexpr(MEAN)
 _PARTNER = tl.constexpr(PARTNER)
@@ -39,8 +39,19 @@ _COSINE = tl.constexpr(COSINE)
 _SINE = tl.constexpr(SINE)
 _FIXED_PEAK = tl.constexpr(FIXED_PEAK)
 _FIXED_STEP = tl.constexpr(1.0 / FIXED_PEAK)
-# Adding and taking 1.5 * 2**23 rounds what is below 2**22 to an integer, ties to even.
+# Adding and taking 1.5 * 2**23 rounds what is below 2**22 to an integer, ties to even; in between,
+# that integer stands in the lower bits.
 _ROUNDER = tl.constexpr(12582912.0)
+_ROUNDER_BITS = tl.constexpr(0x4B400000)
+# What an integer below 2**22 is put into to be 2**23 more as a float, or its half 2**22 more.
+_WHOLE_BITS, _WHOLE = tl.constexpr(0x4B000000), tl.constexpr(8388608.0)
+_HALF_BITS, _HALVES = tl.constexpr(0x4A800000), tl.constexpr(4194304.0)
+_LARGEST_4 = tl.constexpr(LEVELS[4].largest)
+_LARGEST_5 = tl.constexpr(LEVELS[5].largest)
+_A_4, _B_4 = tl.constexpr(LEVELS[4].a), tl.constexpr(LEVELS[4].b)
+_A_5, _B_5, _C_5 = (tl.constexpr(getattr(LEVELS[5], name)) for name in "abc")
+_P0_4, _P1_4, _P2_4 = map(tl.constexpr, LEVELS[4].p)
+_P0_5, _P1_5, _P2_5, _P3_5 = map(tl.constexpr, LEVELS[5].p)
 
 
 def pack(
@@ -93,7 +104,6 @@ def stripes(
     made: list[Stripe] = []
     for index, piece in enumerate(form.pieces):
         centred = means is not None and piece.part == 0
-        tables = _level_tables(piece.code, device)
         stripe = Stripe(
             part=piece.part,
             areas=(*section.codes[index], section.scales[index]),
@@ -103,7 +113,7 @@ def stripes(
             unpack=unpack_rows,
             constants=constants(piece, tokens) | {"CENTRED": centred, "STAGES": 1},
             options=OPTIONS,
-            arguments=(sign_tensor(piece.dim, device), tables, form.part_dims[piece.part]),
+            arguments=(matrix(piece.dim, device), form.part_dims[piece.part]),
             column_bytes=piece.start * form.element_bytes,
             means=means if centred else None,
         )
@@ -113,61 +123,48 @@ def stripes(
 
 def constants(piece: Piece, tokens: int) -> dict[str, Any]:
     """What the kernels are specialized for, by a piece and the number of its rows."""
+    code, run = piece.code, run_of(piece.dim)
     odd, exponent = factors(piece.dim)
-    block_dim = max(_BLOCK_DIM_MIN, triton.next_power_of_2(piece.dim))
-    widths = piece.code.widths
+    block_dim = max(_SIDE_MIN, triton.next_power_of_2(piece.dim))
+    rows = min(_TILE_VALUES // block_dim, triton.next_power_of_2(tokens))
+    known = factors_of(piece.dim, code)
     return {
         "START": piece.start,
         "DIM": piece.dim,
         "BLOCK_DIM": block_dim,
-        "ROWS": max(1, min(_TILE_VALUES // block_dim, triton.next_power_of_2(tokens))),
+        "ROWS": max(_SIDE_MIN, rows),
+        "RUN": run,
+        "SIDE": max(_SIDE_MIN, run),
+        "HALVINGS": exponent - (run.bit_length() - 1),
         "ODD": odd,
-        "EXPONENT": exponent,
-        "FOLDS": (block_dim >> exponent).bit_length() - 1,
-        "NORM": norms(exponent)[0],
-        "NORM_BACK": norms(exponent)[1],
-        "REFLECT": 2.0 / odd,
-        "PEAK": piece.code.peak,
-        "PEAK_INVERSE": 1.0 / piece.code.peak if piece.code.peak else 0.0,
-        "UNIT": 0.0 if piece.code.peak else unit(piece.code.bits),
-        "LEVELS": 0 if piece.code.peak else 1 << piece.code.bits,
-        "FIRST_BITS": widths[0],
-        "SECOND_BITS": widths[1] if len(widths) > 1 else 0,
+        "PEAK": code.peak,
+        "HALF": 0 if code.peak else 1 << (code.bits - 1),
+        "TO_CODE": known.there if code.peak else known.to_deviations,
+        "TO_SCALE": known.there / code.peak if code.peak else known.to_scale,
+        "BACK": known.back,
+        "FIRST_BITS": code.widths[0],
+        "SECOND_BITS": code.widths[1] if len(code.widths) > 1 else 0,
     }
 
 
-@cache
-def _level_tables(code: Code, device: torch.device) -> torch.Tensor:
-    """Levels, then thresholds, as int32; for integer codes anything."""
-    values = (0,) if code.peak else (*levels(code.bits), *thresholds(code.bits))
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
 @triton.jit
-def _butterflies(values, ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, EXPONENT: tl.constexpr):
-    for stage in tl.static_range(EXPONENT):
-        pairs = tl.reshape(values, (ROWS, BLOCK_DIM >> (stage + 1), 2, 1 << stage))
+def _turn(
+    values, matrix, ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, SIDE: tl.constexpr,
+    HALVINGS: tl.constexpr, RUN: tl.constexpr, ODD: tl.constexpr,
+):  # fmt: skip
+    """Integers ``[ROWS, BLOCK_DIM]`` times the matrix, run by run, and then mixed across runs."""
+    runs = tl.reshape(values.to(tl.float16), (ROWS * BLOCK_DIM // SIDE, SIDE))
+    values = tl.reshape(tl.dot(runs, matrix), (ROWS, BLOCK_DIM))
+    for stage in tl.static_range(HALVINGS):
+        pairs = tl.reshape(values, (ROWS, BLOCK_DIM // (RUN << (stage + 1)), 2, RUN << stage))
         low, high = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
         joined = tl.permute(tl.join(low + high, low - high), (0, 1, 3, 2))
         values = tl.reshape(joined, (ROWS, BLOCK_DIM))
+    if ODD > 1:
+        parts = tl.reshape(values, (ROWS, BLOCK_DIM // RUN, RUN))
+        total = tl.sum(parts, axis=1)
+        values = tl.reshape(parts * ODD - (total * 2)[:, None, :], (ROWS, BLOCK_DIM))
     return values
-
-
-@triton.jit
-def _reflect(
-    values, inside, ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, EXPONENT: tl.constexpr,
-    FOLDS: tl.constexpr, REFLECT: tl.constexpr,
-):  # fmt: skip
-    run: tl.constexpr = 1 << EXPONENT
-    runs: tl.constexpr = BLOCK_DIM // run
-    total = values
-    for stage in tl.static_range(FOLDS):
-        halves = tl.reshape(total, (ROWS, 2, runs >> (stage + 1), run))
-        low, high = tl.split(tl.permute(halves, (0, 2, 3, 1)))
-        total = low + high
-    total = tl.reshape(total, (ROWS, 1, run)) * REFLECT
-    mixed = tl.reshape(tl.reshape(values, (ROWS, runs, run)) - total, (ROWS, BLOCK_DIM))
-    return tl.where(inside, mixed, 0.0)
 
 
 @triton.jit
@@ -175,11 +172,6 @@ def _reciprocal(values):
     """1 / values, 0 for zero and where it would be infinite."""
     inverse = tl.div_rn(1.0, tl.where(values == 0, 1.0, values))
     return tl.where((values == 0) | (inverse == float("inf")), 0.0, inverse)
-
-
-@triton.jit
-def _round(values):
-    return (values + _ROUNDER) - _ROUNDER
 
 
 @triton.jit
@@ -212,50 +204,45 @@ def _offsets(
     inside = columns < part_dim
     turn = row.to(tl.int64)[:, None] * part_dim + columns
     turned = tl.load(mean + columns, mask=inside, other=0.0)
-    turned = turned * tl.load(cosine + turn, mask=wanted, other=0.0)
+    turned = turned * tl.load(cosine + turn, mask=wanted, other=0.0).to(tl.float32)
     crossed = tl.load(partner + columns, mask=inside, other=0.0)
-    crossed = crossed * tl.load(sine + turn, mask=wanted, other=0.0)
+    crossed = crossed * tl.load(sine + turn, mask=wanted, other=0.0).to(tl.float32)
     return turned + crossed
 
 
 @triton.jit
-def _integer_codes(values, peak, PEAK: tl.constexpr, PEAK_INVERSE: tl.constexpr):
-    scale = (peak * PEAK_INVERSE).to(tl.float16)
-    factor = _reciprocal(scale.to(tl.float32))
-    codes = _round(values * factor[:, None])
-    return tl.minimum(tl.maximum(codes, -PEAK), PEAK).to(tl.int32), scale
+def _level_codes(places, HALF: tl.constexpr):
+    """The codes of values in standard deviations, in the lower bits of what is returned."""
+    if HALF == 8:
+        places = tl.minimum(tl.maximum(places, -_LARGEST_4), _LARGEST_4)
+        slope = _A_4 - places * places * _B_4
+    else:
+        places = tl.minimum(tl.maximum(places, -_LARGEST_5), _LARGEST_5)
+        square = places * places
+        slope = _A_5 - square * (_B_5 - square * _C_5)
+    return (places * slope + (HALF - 0.5) + _ROUNDER).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _level_codes(
-    values, peak, inside, tables, DIM: tl.constexpr, LEVELS: tl.constexpr, UNIT: tl.constexpr
-):  # fmt: skip
-    to_fixed = _reciprocal(peak) * _FIXED_PEAK
-    fixed = _round(values * to_fixed[:, None])
-    square = tl.maximum(tl.sum(fixed * fixed, axis=1), 1.0)
-    to_unit = to_fixed * tl.sqrt_rn(tl.div_rn(1.0, square) * DIM) * UNIT
-    places = _round(values * to_unit[:, None])
-    places = tl.minimum(tl.maximum(places, -127.0), 127.0).to(tl.int32)
-    codes = tl.zeros_like(places)
-    chosen = codes + tl.load(tables)
-    for level in tl.static_range(1, LEVELS):
-        reached = places >= tl.load(tables + LEVELS - 1 + level)
-        codes += reached.to(tl.int32)
-        chosen = tl.where(reached, tl.load(tables + level), chosen)
-    weights = tl.where(inside, chosen, 0).to(tl.float32)
-    fit = tl.div_rn(tl.sum(fixed * weights, axis=1), tl.sum(weights * weights, axis=1))
-    return codes, (fit * (peak * _FIXED_STEP)).to(tl.float16)
+def _levels(codes, HALF: tl.constexpr):
+    """The levels of codes. No step's rounding matters, so these multiply-adds may be fused."""
+    place = (codes * 2 | _HALF_BITS).to(tl.float32, bitcast=True) - (_HALVES + HALF - 0.5)
+    square = place * place
+    if HALF == 8:
+        slope = tl.fma(tl.fma(square, _P2_4, _P1_4), square, _P0_4)
+    else:
+        slope = tl.fma(tl.fma(tl.fma(square, _P3_5, _P2_5), square, _P1_5), square, _P0_5)
+    return tl.fma(place, slope, _ROUNDER) - _ROUNDER
 
 
 @triton.jit
 def pack_rows(
-    rows, live, row, first, second, scales, failed, signs, tables, mean, partner, cosine, sine,
-    part_dim, CENTRED: tl.constexpr, DTYPE: tl.constexpr,
+    rows, live, row, first, second, scales, failed, matrix, mean, partner, cosine, sine, part_dim,
+    CENTRED: tl.constexpr, DTYPE: tl.constexpr,
     START: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
-    ODD: tl.constexpr, EXPONENT: tl.constexpr, FOLDS: tl.constexpr, NORM: tl.constexpr,
-    NORM_BACK: tl.constexpr, REFLECT: tl.constexpr,
-    PEAK: tl.constexpr, PEAK_INVERSE: tl.constexpr, UNIT: tl.constexpr, LEVELS: tl.constexpr,
-    FIRST_BITS: tl.constexpr, SECOND_BITS: tl.constexpr,
+    RUN: tl.constexpr, SIDE: tl.constexpr, HALVINGS: tl.constexpr, ODD: tl.constexpr,
+    PEAK: tl.constexpr, HALF: tl.constexpr, TO_CODE: tl.constexpr, TO_SCALE: tl.constexpr,
+    BACK: tl.constexpr, FIRST_BITS: tl.constexpr, SECOND_BITS: tl.constexpr,
 ):  # fmt: skip
     """Quantise ROWS rows; set ``failed`` where one cannot be stored."""
     column = tl.arange(0, BLOCK_DIM)[None, :]
@@ -265,24 +252,38 @@ def pack_rows(
     if CENTRED:
         values -= _offsets(mean, partner, cosine, sine, row, column, wanted, part_dim, START)
         values = tl.where(wanted, values, 0.0)
-    values = values * tl.load(signs + column, mask=inside, other=0.0)
-    values = _butterflies(values, ROWS, BLOCK_DIM, EXPONENT) * NORM
-    if ODD > 1:
-        values = _reflect(values, inside, ROWS, BLOCK_DIM, EXPONENT, FOLDS, REFLECT)
     # As integers, NaN is larger than infinity and every number.
     bits = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     peak = bits.to(tl.float32, bitcast=True)
-    if LEVELS:
-        codes, scale = _level_codes(values, peak, inside, tables, DIM, LEVELS, UNIT)
+    step = peak * _FIXED_STEP
+    shifted = values * (_reciprocal(peak) * _FIXED_PEAK)[:, None] + _ROUNDER
+    turned = _turn(shifted - _ROUNDER, matrix, ROWS, BLOCK_DIM, SIDE, HALVINGS, RUN, ODD)
+    if HALF:
+        whole = shifted.to(tl.int32, bitcast=True) - _ROUNDER_BITS
+        square = tl.maximum(tl.sum(whole * whole, axis=1), 1)
+        root = tl.sqrt_rn(square.to(tl.float32))
+        scale = root * TO_SCALE * step
+        deviations = tl.div_rn(1.0, root) * TO_CODE
+        codes = _level_codes(turned * deviations[:, None], HALF)
+        scale = scale.to(tl.float16)
     else:
-        codes, scale = _integer_codes(values, peak, PEAK, PEAK_INVERSE)
+        if BLOCK_DIM > DIM:
+            turned = tl.where(inside, turned, 0.0)
+        largest = tl.max(turned.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+        largest = largest.to(tl.float32, bitcast=True)
+        scale = (largest * TO_SCALE * step).to(tl.float16)
+        factor = step * TO_CODE * _reciprocal(scale.to(tl.float32))
+        factor = tl.minimum(factor, _reciprocal(largest) * PEAK)
+        codes = (turned * factor[:, None] + _ROUNDER).to(tl.int32, bitcast=True)
+        if FIRST_BITS < 8:
+            codes += PEAK + 1
     scale_bits = scale.to(tl.int16, bitcast=True)
     bad = (scale_bits & 0x7FFF) >= 0x7C00
     tl.store(failed, 1, mask=tl.max(bad.to(tl.int32), axis=0) > 0)
     tl.store(scales.to(tl.pointer_type(tl.int16)), scale_bits, mask=live)
-    if FIRST_BITS < 8 and not LEVELS:
-        codes += PEAK + 1
-    codes = tl.where(inside, codes, 0)
+    codes = codes & ((1 << (FIRST_BITS + SECOND_BITS)) - 1)
+    if BLOCK_DIM > DIM:
+        codes = tl.where(inside, codes, 0)
     used: tl.constexpr = (DIM * FIRST_BITS + 7) // 8
     byte = tl.arange(0, BLOCK_DIM * FIRST_BITS // 8)[None, :]
     upper = _join_bits(codes >> SECOND_BITS, ROWS, BLOCK_DIM, FIRST_BITS)
@@ -296,13 +297,12 @@ def pack_rows(
 
 @triton.jit
 def unpack_rows(
-    rows, live, row, first, second, scales, failed, signs, tables, mean, partner, cosine, sine,
-    part_dim, CENTRED: tl.constexpr, DTYPE: tl.constexpr,
+    rows, live, row, first, second, scales, failed, matrix, mean, partner, cosine, sine, part_dim,
+    CENTRED: tl.constexpr, DTYPE: tl.constexpr,
     START: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
-    ODD: tl.constexpr, EXPONENT: tl.constexpr, FOLDS: tl.constexpr, NORM: tl.constexpr,
-    NORM_BACK: tl.constexpr, REFLECT: tl.constexpr,
-    PEAK: tl.constexpr, PEAK_INVERSE: tl.constexpr, UNIT: tl.constexpr, LEVELS: tl.constexpr,
-    FIRST_BITS: tl.constexpr, SECOND_BITS: tl.constexpr,
+    RUN: tl.constexpr, SIDE: tl.constexpr, HALVINGS: tl.constexpr, ODD: tl.constexpr,
+    PEAK: tl.constexpr, HALF: tl.constexpr, TO_CODE: tl.constexpr, TO_SCALE: tl.constexpr,
+    BACK: tl.constexpr, FIRST_BITS: tl.constexpr, SECOND_BITS: tl.constexpr,
 ):  # fmt: skip
     """Write ROWS rows into the pool; arguments as ``pack_rows``."""
     column = tl.arange(0, BLOCK_DIM)[None, :]
@@ -317,19 +317,19 @@ def unpack_rows(
         byte = tl.arange(0, BLOCK_DIM * SECOND_BITS // 8)[None, :]
         lower = tl.load(second[:, None] + byte, mask=live[:, None] & (byte < rest), other=0)
         codes = (codes << SECOND_BITS) | _split_bits(lower, ROWS, BLOCK_DIM, SECOND_BITS)
-    if LEVELS:
-        codes = tl.load(tables + codes)
+    if HALF:
+        values = _levels(codes, HALF)
     elif FIRST_BITS == 8:
-        codes = (codes << 24) >> 24
+        values = ((codes ^ 128) | _WHOLE_BITS).to(tl.float32, bitcast=True) - (_WHOLE + 128)
     else:
-        codes -= PEAK + 1
+        values = (codes | _WHOLE_BITS).to(tl.float32, bitcast=True) - (_WHOLE + PEAK + 1)
+    if BLOCK_DIM > DIM:
+        values = tl.where(inside, values, 0.0)
     scale = tl.load(scales.to(tl.pointer_type(tl.int16)), mask=live, other=0)
-    scale = scale.to(tl.float16, bitcast=True).to(tl.float32)
-    values = tl.where(inside, codes, 0).to(tl.float32) * scale[:, None]
-    if ODD > 1:
-        values = _reflect(values, inside, ROWS, BLOCK_DIM, EXPONENT, FOLDS, REFLECT)
-    values = _butterflies(values, ROWS, BLOCK_DIM, EXPONENT) * NORM_BACK
-    values = values * tl.load(signs + column, mask=inside, other=0.0)
+    scale = scale.to(tl.float16, bitcast=True).to(tl.float32) * BACK
+    # Signs come after the butterflies: the matrix, which has them before, turned over.
+    values = _turn(values, tl.trans(matrix), ROWS, BLOCK_DIM, SIDE, HALVINGS, RUN, ODD)
+    values = values * scale[:, None]
     if CENTRED:
         values += _offsets(mean, partner, cosine, sine, row, column, wanted, part_dim, START)
     if DTYPE == "float16":
@@ -340,18 +340,18 @@ def unpack_rows(
 @triton.jit
 def rotated_kernel(
     jobs, blocks, failed, total, tiles, heads, tokens, skipped, block_tokens,
-    first_head, first_bytes, second_head, second_bytes, third_head, third_bytes,
-    signs, tables, part_dim,
+    first_head, first_bytes, second_head, second_bytes, third_head, third_bytes, matrix, part_dim,
     BODY: tl.constexpr, STAGES: tl.constexpr, ELEMENT: tl.constexpr, DTYPE: tl.constexpr,
     ALIGN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,
     CENTRED: tl.constexpr,
     START: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
-    ODD: tl.constexpr, EXPONENT: tl.constexpr, FOLDS: tl.constexpr, NORM: tl.constexpr,
-    NORM_BACK: tl.constexpr, REFLECT: tl.constexpr,
-    PEAK: tl.constexpr, PEAK_INVERSE: tl.constexpr, UNIT: tl.constexpr, LEVELS: tl.constexpr,
-    FIRST_BITS: tl.constexpr, SECOND_BITS: tl.constexpr,
+    RUN: tl.constexpr, SIDE: tl.constexpr, HALVINGS: tl.constexpr, ODD: tl.constexpr,
+    PEAK: tl.constexpr, HALF: tl.constexpr, TO_CODE: tl.constexpr, TO_SCALE: tl.constexpr,
+    BACK: tl.constexpr, FIRST_BITS: tl.constexpr, SECOND_BITS: tl.constexpr,
 ):  # fmt: skip
     """Pack or unpack one piece of all jobs' rows by ``BODY``."""
+    side = tl.arange(0, SIDE)
+    loaded = tl.load(matrix + side[:, None] * SIDE + side[None, :])
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
         job, head, row, live, rows = place(
             jobs, blocks, tile, tiles, heads, tokens, skipped, block_tokens, ROWS, ELEMENT, ALIGN
@@ -363,14 +363,15 @@ def rotated_kernel(
             second = scales
             scales = field_rows(job, head, row, third_head, third_bytes, 2, THIRD)
         floats: tl.constexpr = tl.pointer_type(tl.float32)
+        halves: tl.constexpr = tl.pointer_type(tl.float16)
         # Rows of other dims begin anywhere, but are read value by value.
         mean = tl.multiple_of(tl.load(job + _MEAN).to(floats), 16) + head * part_dim
         partner = tl.multiple_of(tl.load(job + _PARTNER).to(floats), 16) + head * part_dim
-        cosine = tl.multiple_of(tl.load(job + _COSINE).to(floats), 16)
-        sine = tl.multiple_of(tl.load(job + _SINE).to(floats), 16)
+        cosine = tl.multiple_of(tl.load(job + _COSINE).to(halves), 16)
+        sine = tl.multiple_of(tl.load(job + _SINE).to(halves), 16)
         BODY(
             rows, live, row, first, second, scales, failed,
-            signs, tables, mean, partner, cosine, sine, part_dim,
-            CENTRED, DTYPE, START, DIM, BLOCK_DIM, ROWS, ODD, EXPONENT, FOLDS, NORM, NORM_BACK,
-            REFLECT, PEAK, PEAK_INVERSE, UNIT, LEVELS, FIRST_BITS, SECOND_BITS,
+            loaded, mean, partner, cosine, sine, part_dim,
+            CENTRED, DTYPE, START, DIM, BLOCK_DIM, ROWS, RUN, SIDE, HALVINGS, ODD,
+            PEAK, HALF, TO_CODE, TO_SCALE, BACK, FIRST_BITS, SECOND_BITS,
         )  # fmt: skip

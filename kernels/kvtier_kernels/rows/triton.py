@@ -24,6 +24,9 @@ from kvtier_kernels.transfer.triton import launch_section, row_kernel
 _TILE_VALUES: Final = 2048
 _WARPS: Final = 2
 
+# The interpreter's cast to bfloat16 does not round.
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
 
 def stripes(pack: Any, unpack: Any, packed: Packed, dims: Sequence[int]) -> list[Stripe]:
     """One stripe for K and one for V, moved by two functions that ``row_kernel`` calls."""
@@ -69,8 +72,10 @@ def from_float32(values, DTYPE: tl.constexpr):
     """The values' bits in the pool's dtype, rounded to even; none is NaN or too large."""
     bits = values.to(tl.int32, bitcast=True)
     # One return: what stands behind a return is compiled all the same, for the wrong type.
-    if DTYPE == "bfloat16":
+    if DTYPE == "bfloat16" and _INTERPRETED:
         bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+    elif DTYPE == "bfloat16":
+        bits = values.to(tl.bfloat16).to(tl.int16, bitcast=True)
     elif DTYPE == "float16":
         bits = values.to(tl.float16).to(tl.int16, bitcast=True)
     return bits

@@ -33,12 +33,21 @@ LayerViews = tuple[torch.Tensor, torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class SectionPlace:
-    """One section: where it lies in a shard's payload, its stripes and its layers in the pool."""
+    """One section: where it lies in a shard's payload, its stripes and its layers in the pool.
+
+    What lies between it and ``end``, where the next one may begin, is zero.
+    """
 
     offset: int
     nbytes: int
+    end: int
     stripes: tuple[Stripe, ...]
     layers: tuple[LayerViews, ...]
+
+    @property
+    def pads(self) -> tuple[tuple[int, int], ...]:
+        """What of it no stripe writes."""
+        return self.stripes[0].pads
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,11 @@ class Pattern:
 
     sections: tuple[SectionPlace, ...]
     cut: Cut
+
+    def span_bytes(self, sections: range) -> int:
+        """Bytes from the start of some sections that follow each other to their end."""
+        first, last = self.sections[sections[0]], self.sections[sections[-1]]
+        return last.offset + last.nbytes - first.offset
 
     @cached_property
     def strips(self) -> tuple[Strip, ...]:
@@ -92,12 +106,6 @@ class Batch:
     blocks: Table
     turns: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 
-    @property
-    def units(self) -> list[tuple[int, int]]:
-        """All units as (section, shard), in the order of the table."""
-        sections = range(len(self.pattern.sections))
-        return [(section, shard) for section in sections for shard in range(len(self.payloads))]
-
     def table(self, strip: Strip, units: Sequence[tuple[int, int]], bases: Sequence[int]) -> Table:
         """The jobs of some units, whose sections lie at ``bases``."""
         counts = [len(strip.rows[section]) for section, _ in units]
@@ -108,23 +116,26 @@ class Batch:
         table[:, BLOCKS] = shards * self.blocks.shape[1]
         if self.turns and strip.stripe.means is not None:
             turns = np.array([[turn.data_ptr() for turn in pair] for pair in self.turns], np.int64)
-            start = self.pattern.cut.row_start * self.turns[0][0].shape[1] * 4
+            turn = self.turns[0][0]
+            start = self.pattern.cut.row_start * turn.shape[1] * turn.element_size()
             table[:, COSINE] = turns[shards, 0] + start
             table[:, SINE] = turns[shards, 1] + start
         return table
 
-    def section_bytes(self, unit: tuple[int, int]) -> memoryview:
-        """The host's bytes of a unit."""
-        place = self.pattern.sections[unit[0]]
-        return self.payloads[unit[1]][place.offset : place.offset + place.nbytes]
+    def bytes_of(self, shard: int, sections: range) -> memoryview:
+        """The host's bytes of some sections of a shard, one after the other."""
+        start = self.pattern.sections[sections[0]].offset
+        return self.payloads[shard][start : start + self.pattern.span_bytes(sections)]
 
     def zero_pads(self) -> None:
-        """Set what no stripe writes to zero, in the host's memory."""
-        for place in self.pattern.sections:
-            for start, end in place.stripes[0].pads:
-                for payload in self.payloads:
-                    begin = place.offset + start
-                    payload[begin : place.offset + end] = bytes(end - start)
+        """Set what no stripe writes to zero, in the host's memory: within sections and behind them."""
+        places = self.pattern.sections
+        pads = [(p.offset + start, p.offset + end) for p in places for start, end in p.pads]
+        pads += [(p.offset + p.nbytes, p.end) for p in places]
+        for start, end in pads:
+            zeros = bytes(end - start)
+            for payload in self.payloads:
+                payload[start:end] = zeros
 
 
 assert AREAS_MAX == BLOCKS - FIRST, "the areas' columns lie together"

@@ -14,7 +14,6 @@ or a slot that was given to somebody else.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -23,12 +22,14 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
-from kvtier_kernels.transfer.batch import Batch, Strip
+from kvtier_kernels.transfer.batch import Batch, Pattern, Strip
 from kvtier_kernels.transfer.stripes import Stripe, Table
 
 #: Bytes of one of a lane's two buffers.
-STAGING_BYTES: Final = 16 << 20
+STAGING_BYTES: Final = 32 << 20
 
+#: Shards whose jobs are laid out at a time.
+_PART_SHARDS: Final = 16
 _LINE_BYTES: Final = 128
 
 
@@ -124,6 +125,24 @@ class Way:
         return replace(stripe, constants=constants, options=options)
 
 
+class _Run(NamedTuple):
+    """Sections of one shard that are copied together, to ``start`` in a buffer."""
+
+    shard: int
+    sections: range
+    start: int
+
+    @property
+    def units(self) -> list[tuple[int, int]]:
+        """The run as the table names it."""
+        return [(section, self.shard) for section in self.sections]
+
+    def places(self, pattern: Pattern) -> list[int]:
+        """Where its sections lie in the buffer."""
+        first = pattern.sections[self.sections[0]].offset
+        return [self.start + pattern.sections[n].offset - first for n in self.sections]
+
+
 class _Jobs(NamedTuple):
     """A strip's table and its copy on the device."""
 
@@ -135,6 +154,7 @@ class _Jobs(NamedTuple):
 class Lane:
     """Runs batches in one direction. One thread at a time.
 
+    Shards go one after the other, and of each the first layers first.
     Each of its two buffers has ``staging_bytes``, or the bytes of a section that is larger.
     """
 
@@ -171,33 +191,38 @@ class Lane:
             return not failed.item()
 
     def _direct(self, batch: Batch, way: Way, blocks: torch.Tensor, failed: torch.Tensor) -> None:
-        units = batch.units
         offsets = [place.offset for place in batch.pattern.sections]
-        bases = [int(batch.addresses[shard]) + offsets[section] for section, shard in units]
-        self._launch(self._jobs(batch, bases), way, batch, blocks, failed)
+        for shards in _parts(len(batch.payloads)):
+            units = [(section, shard) for section in range(len(offsets)) for shard in shards]
+            bases = [int(batch.addresses[shard]) + offsets[section] for section, shard in units]
+            self._launch(self._jobs(batch, units, bases), way, batch, blocks, failed)
 
     def _staged(self, batch: Batch, way: Way, blocks: torch.Tensor, failed: torch.Tensor) -> None:
         """Slice by slice, each in the buffer that the slice before the last has left."""
-        sizes = [_lines(place.nbytes) for place in batch.pattern.sections]
-        half = max(self._staging_bytes, *sizes)
+        half = max(self._staging_bytes, *(_lines(place.nbytes) for place in batch.pattern.sections))
         self._make_room(2 * half)
-        slices = list(_slices(batch.units, sizes, half))
-        starts: list[int] = []
-        for nth, units in enumerate(slices):
-            ends = itertools.accumulate((sizes[section] for section, _ in units), initial=0)
-            starts += [half * (nth % 2) + end for end in ends][:-1]
-        jobs = self._jobs(batch, [self._staging.data_ptr() + start for start in starts])
         left: list[Any] = [None, None]
-        first_unit = first_row = 0
-        for nth, units in enumerate(slices):
-            rows = sum(len(batch.pattern.sections[section].layers) for section, _ in units)
-            part = slice(first_row, first_row + rows)
-            places = starts[first_unit : first_unit + len(units)]
-            some = [_Jobs(one.strip, one.table[part], one.on_device[part]) for one in jobs]
-            kernels = partial(self._launch, some, way, batch, blocks, failed)
-            copies = partial(self._copy, batch, units, places)
-            left[nth % 2] = self._chain(kernels, copies, left[nth % 2])
-            first_unit, first_row = first_unit + len(units), first_row + rows
+        nth = 0
+        for shards in _parts(len(batch.payloads)):
+            slices = list(_slices(batch.pattern, shards, half))
+            starts = [self._staging.data_ptr() + half * ((nth + n) % 2) for n in range(len(slices))]
+            units = [unit for runs in slices for run in runs for unit in run.units]
+            bases = [
+                start + place
+                for start, runs in zip(starts, slices, strict=True)
+                for run in runs
+                for place in run.places(batch.pattern)
+            ]
+            jobs = self._jobs(batch, units, bases)
+            first_row = 0
+            for runs in slices:
+                layers = [batch.pattern.sections[n].layers for run in runs for n in run.sections]
+                part = slice(first_row, first_row + sum(map(len, layers)))
+                some = [_Jobs(one.strip, one.table[part], one.on_device[part]) for one in jobs]
+                kernels = partial(self._launch, some, way, batch, blocks, failed)
+                copies = partial(self._copy, batch, runs, half * (nth % 2))
+                left[nth % 2] = self._chain(kernels, copies, left[nth % 2])
+                first_row, nth = part.stop, nth + 1
 
     def _make_room(self, nbytes: int) -> None:
         if self._staging.numel() < nbytes:
@@ -205,12 +230,14 @@ class Lane:
                 device = self.queues.device
                 self._staging = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def _jobs(self, batch: Batch, bases: Sequence[int]) -> list[_Jobs]:
-        """All of the batch's jobs, uploaded once, with its units' sections at ``bases``."""
+    def _jobs(
+        self, batch: Batch, units: Sequence[tuple[int, int]], bases: Sequence[int]
+    ) -> list[_Jobs]:
+        """Jobs of some units, uploaded together, with the units' sections at ``bases``."""
         with self.queues.run(copies=False):
             made: list[_Jobs] = []
             for strip in batch.pattern.strips:
-                table = batch.table(strip, batch.units, bases)
+                table = batch.table(strip, units, bases)
                 made.append(_Jobs(strip, table, self._on_device(table)))
             return made
 
@@ -224,13 +251,13 @@ class Lane:
         (kernels if first_copies else copies)()
         return self.queues.mark(copies=not first_copies)
 
-    def _copy(self, batch: Batch, units: Sequence[tuple[int, int]], starts: Sequence[int]) -> None:
-        """Copy units' sections between the host and the buffers."""
+    def _copy(self, batch: Batch, runs: Sequence[_Run], start: int) -> None:
+        """Copy runs between the host and the buffer that begins at ``start``."""
         with self.queues.run(copies=True):
-            for unit, start in zip(units, starts, strict=True):
-                section = batch.section_bytes(unit)
-                host = torch.frombuffer(section, dtype=torch.uint8)
-                staging = self._staging[start : start + section.nbytes]
+            for run in runs:
+                host = torch.frombuffer(batch.bytes_of(run.shard, run.sections), dtype=torch.uint8)
+                begin = start + run.start
+                staging = self._staging[begin : begin + host.numel()]
                 if self._packs:
                     host.copy_(staging, non_blocking=True)
                 else:
@@ -267,20 +294,30 @@ class Lane:
         return host.to(self.queues.device, non_blocking=True)
 
 
-def _slices(
-    units: Sequence[tuple[int, int]], sizes: Sequence[int], nbytes_max: int
-) -> Iterator[list[tuple[int, int]]]:
-    """Cut units, in order, into runs whose sections together fit into ``nbytes_max``."""
-    run: list[tuple[int, int]] = []
-    room = nbytes_max
-    for unit in units:
-        size = sizes[unit[0]]
-        if size > room:
-            yield run
-            run, room = [], nbytes_max
-        run.append(unit)
-        room -= size
-    yield run
+def _parts(shards: int) -> Iterator[range]:
+    """Cut a batch: while the device works on one part, the host lays out the next."""
+    for start in range(0, shards, _PART_SHARDS):
+        yield range(start, min(start + _PART_SHARDS, shards))
+
+
+def _slices(pattern: Pattern, shards: range, nbytes_max: int) -> Iterator[list[_Run]]:
+    """Fill buffers of ``nbytes_max`` with runs of sections, shard by shard."""
+    runs: list[_Run] = []
+    end = 0
+    for shard in shards:
+        sections = range(len(pattern.sections))
+        while sections:
+            room = nbytes_max - end
+            counts = range(1, len(sections) + 1)
+            fit = sum(pattern.span_bytes(sections[:count]) <= room for count in counts)
+            run, sections = _Run(shard, sections[:fit], end), sections[fit:]
+            if run.sections:
+                runs.append(run)
+                end = _lines(end + pattern.span_bytes(run.sections))
+            if sections:
+                yield runs
+                runs, end = [], 0
+    yield runs
 
 
 def _lines(nbytes: int) -> int:
