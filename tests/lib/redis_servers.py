@@ -32,8 +32,12 @@ def free_port() -> int:
 class RedisServer:
     """One server process on a port of 127.0.0.1 and on a Unix socket."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, sentinel: str = "") -> None:
+        """``sentinel`` is the configuration of a sentinel, which a server is then."""
         folder.mkdir(exist_ok=True)
+        self._sentinel = folder / "sentinel.conf" if sentinel else None
+        if self._sentinel:
+            self._sentinel.write_text(sentinel)
         self.port = free_port()
         self.socket_path = folder / "s.sock"
         self._folder = folder
@@ -47,10 +51,11 @@ class RedisServer:
 
     def start(self) -> None:
         """Start it and wait until it takes connections."""
-        program = os.environ.get(VARIABLE) or str(get_binary_path())
-        command = [program, "--port", str(self.port), "--bind", "127.0.0.1"]
-        command += ["--unixsocket", str(self.socket_path), "--dir", str(self._folder)]
-        command += ["--save", "", "--appendonly", "no", "--enable-debug-command", "local"]
+        command = [os.environ.get(VARIABLE) or str(get_binary_path())]
+        command += [str(self._sentinel), "--sentinel"] if self._sentinel else []
+        command += ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self._folder)]
+        if not self._sentinel:
+            command += ["--unixsocket", str(self.socket_path), "--save", "", "--appendonly", "no"]
         self._process = subprocess.Popen(
             [*command, *self._options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -58,7 +63,7 @@ class RedisServer:
         lines = []
         for line in self._process.stdout:
             lines.append(line)
-            if "eady to accept connections" in line:
+            if "eady to accept connections" in line or "+monitor master" in line:
                 break
         else:
             raise AssertionError("".join(lines))
@@ -89,9 +94,9 @@ class RedisServer:
 
 
 @contextmanager
-def redis_server(folder: Path, *options: str) -> Iterator[RedisServer]:
+def redis_server(folder: Path, *options: str, sentinel: str = "") -> Iterator[RedisServer]:
     """Run a server as long as the context lasts."""
-    server = RedisServer(folder, *options)
+    server = RedisServer(folder, *options, sentinel=sentinel)
     try:
         yield server
     finally:

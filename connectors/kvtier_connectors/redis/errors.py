@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 from typing import Final
 
 from redis import exceptions as redis_errors
@@ -32,7 +31,7 @@ REPLIES: Final[dict[str, type[redis_errors.RedisError]]] = {
     "WRONGTYPE": redis_errors.DataError,
 }
 
-#: The outcome for an error of the driver, the socket or TLS. The most specific class counts.
+#: The outcome for an error of the driver or a socket. The most specific class counts.
 ERRORS: Final[dict[type[BaseException], type[ConnectorError]]] = {
     redis_errors.AskError: ConnectorUnavailableError,
     redis_errors.AuthenticationError: ConnectorRefusedError,
@@ -51,7 +50,6 @@ ERRORS: Final[dict[type[BaseException], type[ConnectorError]]] = {
     redis_errors.ResponseError: ConnectorRefusedError,
     redis_errors.TimeoutError: ConnectorTimeoutError,
     redis_errors.TryAgainError: ConnectorUnavailableError,
-    ssl.SSLCertVerificationError: ConnectorRefusedError,
     TimeoutError: ConnectorTimeoutError,
     OSError: ConnectorUnavailableError,
 }

@@ -177,10 +177,10 @@ def slots_from(settings: Settings, node: Node) -> dict[int, Node]:
     with client_of(settings, node) as client:
         answer: Any = client.execute_command("CLUSTER SLOTS")
     found: dict[int, Node] = {}
-    for (first, last), owners in answer.items():
-        host, port = owners["primary"][:2]
+    for first, last, (host, port, *_), *_ in answer:
+        name = host.decode() if isinstance(host, bytes) else host
         # A node that does not know its own name leaves it out: it is the one that was asked.
-        owner = Node(str(host) or node.host, int(port))
+        owner = Node(name or node.host, int(port))
         found.update(dict.fromkeys(range(first, last + 1), owner))
     return found
 

@@ -1,0 +1,424 @@
+"""A Redis server that fails in every way that can be made: outcomes, never a mixed object."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from redis import exceptions as redis_errors
+
+import kvtier.registry
+from kvtier.clock import SystemClock
+from kvtier.errors import (
+    ConnectorDataError,
+    ConnectorError,
+    ConnectorRefusedError,
+    ConnectorTimeoutError,
+    ConnectorUnavailableError,
+)
+from kvtier.interfaces import Connector
+from kvtier.testing.connector_contract import get, get_whole, payload_of, put
+from kvtier.types import ReadRequest, WriteItem
+from kvtier_connectors.redis.errors import ERRORS, REPLIES, reply_error, translated
+from kvtier_connectors.redis.objects import (
+    INLINE_BYTES_MAX,
+    PART_BYTES,
+    Header,
+    encode_header,
+    object_name,
+    part_names,
+)
+from tests.lib.opened import Opened
+from tests.lib.redis_servers import RedisServer, free_port, redis_server
+
+MIB = 1 << 20
+LARGE = 3 * PART_BYTES + 123
+NAME = object_name(b"kvtier:", b"key")
+
+
+@pytest.fixture(scope="module")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as made:
+        yield made
+
+
+@pytest.fixture
+def server(shared_server: RedisServer) -> RedisServer:
+    """A server that is empty and has its settings of the beginning."""
+    with shared_server.client() as client:
+        client.flushall()
+        client.config_set("maxmemory", 0)
+        client.config_set("maxmemory-policy", "noeviction")
+    return shared_server
+
+
+@pytest.fixture
+async def opened() -> AsyncIterator[Opened]:
+    made = Opened()
+    yield made
+    await made.close_all()
+
+
+async def write_one(connector: Connector, key: bytes, data: bytes) -> ConnectorError | None:
+    (outcome,) = await connector.write([WriteItem(key, memoryview(data))])
+    return outcome
+
+
+async def read_one(connector: Connector, key: bytes, nbytes: int) -> object:
+    ((outcome, data),) = await get(connector, [ReadRequest(key, 0, nbytes)])
+    return data if isinstance(outcome, int) else outcome
+
+
+def names_in(client: redis.Redis) -> list[bytes]:
+    return sorted(client.scan_iter())
+
+
+async def test_a_killed_server_is_an_outcome_and_its_successor_is_used(
+    tmp_path: Path, opened: Opened
+) -> None:
+    with redis_server(tmp_path / "redis") as server:
+        connector = opened(kvtier.registry.connect(server.url))
+        await put(connector, {b"key": payload_of(b"key", LARGE)})
+        server.kill()
+        assert isinstance(await read_one(connector, b"key", LARGE), ConnectorUnavailableError)
+        assert isinstance(await write_one(connector, b"key", b"data"), ConnectorUnavailableError)
+        assert await connector.contains([b"key"]) == [False]
+        await connector.delete([b"key"])
+        server.start()
+        assert await read_one(connector, b"key", LARGE) is None
+        await put(connector, {b"key": payload_of(b"key", LARGE)})
+        assert await read_one(connector, b"key", LARGE) == payload_of(b"key", LARGE)
+
+
+async def test_a_server_killed_in_the_middle_gives_whole_objects_misses_or_errors(
+    tmp_path: Path, opened: Opened
+) -> None:
+    keys = [b"key%d" % number for number in range(16)]
+    objects = {key: payload_of(key, LARGE) for key in keys}
+    with redis_server(tmp_path / "redis") as server:
+        connector = opened(kvtier.registry.connect(server.url))
+        await put(connector, objects)
+        reads = [asyncio.ensure_future(read_one(connector, key, LARGE)) for key in keys]
+        items = [WriteItem(key, memoryview(data)) for key, data in objects.items()]
+        writes = asyncio.ensure_future(connector.write(items))
+        await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
+        server.kill()
+        for key, found in zip(keys, await asyncio.gather(*reads), strict=True):
+            assert found is None or isinstance(found, ConnectorError) or found == objects[key]
+        for outcome in await writes:
+            assert outcome is None or isinstance(outcome, ConnectorUnavailableError)
+
+
+async def test_b110_a_full_server_refuses_once_and_serves_what_it_has(
+    server: RedisServer, opened: Opened
+) -> None:
+    connector = opened(kvtier.registry.connect(server.url))
+    await put(connector, {b"old": payload_of(b"old", LARGE)})
+    with server.client() as client:
+        before = names_in(client)
+        client.config_set("maxmemory", int(client.info("memory")["used_memory"]) + 5 * MIB)
+        client.config_resetstat()
+        for number in range(10):
+            outcome = await write_one(connector, b"new%d" % number, bytes(12 * MIB))
+            assert isinstance(outcome, ConnectorRefusedError)
+        assert int(client.info("commandstats")["cmdstat_set"]["calls"]) <= 10 * 12
+        assert names_in(client) == before, "nothing is left of what was refused"
+    assert await get_whole(connector, {b"old": LARGE}) == [payload_of(b"old", LARGE)]
+
+
+async def test_a_refused_large_object_stops_early(server: RedisServer, opened: Opened) -> None:
+    connector = opened(kvtier.registry.connect(f"{server.url}?connections=1"))
+    with server.client() as client:
+        client.config_set("maxmemory", int(client.info("memory")["used_memory"]) + 2 * MIB)
+        client.config_resetstat()
+        assert isinstance(
+            await write_one(connector, b"key", bytes(64 * MIB)), ConnectorRefusedError
+        )
+        assert int(client.info("commandstats")["cmdstat_set"]["calls"]) < 20
+
+
+async def test_a_server_that_evicts_never_gives_a_mixed_object(
+    server: RedisServer, opened: Opened
+) -> None:
+    connector = opened(kvtier.registry.connect(server.url))
+    with server.client() as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        client.config_set("maxmemory", int(client.info("memory")["used_memory"]) + 24 * MIB)
+    keys = [b"key%d" % number for number in range(16)]
+    for version in range(3):
+        for key in keys:
+            outcome = await write_one(connector, key, payload_of(key, LARGE, version))
+            assert outcome is None or isinstance(outcome, ConnectorRefusedError)
+    found = [await read_one(connector, key, LARGE) for key in keys]
+    wholes = [data for data in found if data is not None]
+    assert 1 <= len(wholes) < len(keys), "some were evicted and some were not"
+    for key, data in zip(keys, found, strict=True):
+        assert data is None or data in [payload_of(key, LARGE, version) for version in range(3)]
+    there = await connector.contains(keys)
+    assert there == [data is not None for data in found], "what is known to be torn is gone"
+
+
+@pytest.mark.parametrize("lost", range(5))
+async def test_b75_an_object_that_lost_one_of_its_values_is_a_miss(
+    server: RedisServer, opened: Opened, lost: int
+) -> None:
+    connector = opened(kvtier.registry.connect(server.url))
+    await put(connector, {b"key": payload_of(b"key", LARGE)})
+    with server.client() as client:
+        names = names_in(client)
+        assert len(names) == 5
+        client.delete(names[lost])
+        assert await read_one(connector, b"key", LARGE) is None
+        assert await connector.contains([b"key"]) == [False]
+        if names[lost] != NAME:
+            assert names_in(client) == [], "the rest of it is cleared up"
+    await put(connector, {b"key": payload_of(b"key", LARGE, 2)})
+    assert await read_one(connector, b"key", LARGE) == payload_of(b"key", LARGE, 2)
+
+
+async def test_clearing_up_spares_what_somebody_has_written_meanwhile(
+    server: RedisServer, opened: Opened
+) -> None:
+    """A header is deleted for its lost parts only where it is still the same."""
+    connector = opened(kvtier.registry.connect(server.url))
+    dangling = Header(LARGE, PART_BYTES, b"g" * 16)
+    with server.client() as client:
+        client.set(NAME, encode_header(dangling))
+        reads = [read_one(connector, b"key", LARGE) for _ in range(8)]
+        write = write_one(connector, b"key", payload_of(b"key", LARGE))
+        *found, outcome = await asyncio.gather(*reads, write)
+    assert outcome is None
+    assert all(data in (None, payload_of(b"key", LARGE)) for data in found)
+    assert await read_one(connector, b"key", LARGE) == payload_of(b"key", LARGE)
+
+
+async def test_large_objects_written_at_once_are_never_mixed(
+    server: RedisServer, opened: Opened
+) -> None:
+    connectors = [opened(kvtier.registry.connect(server.url)) for _ in range(3)]
+    versions = [payload_of(b"key", LARGE, version) for version in range(8)]
+    found: list[object] = []
+
+    async def read_often(connector: Connector) -> None:
+        found.extend([await read_one(connector, b"key", LARGE) for _ in range(12)])
+
+    async def write_all(connector: Connector) -> None:
+        for data in versions:
+            assert await write_one(connector, b"key", data) is None
+
+    await asyncio.gather(
+        *(write_all(connector) for connector in connectors),
+        *(read_often(connector) for connector in connectors),
+    )
+    assert all(data in [None, *versions] for data in found)
+    with server.client() as client:
+        assert len(names_in(client)) == 5, "one object is left, and no part of another"
+
+
+async def test_connections_that_are_killed_are_made_anew(
+    server: RedisServer, opened: Opened
+) -> None:
+    connector = opened(kvtier.registry.connect(server.url))
+    objects = {b"key%d" % number: payload_of(b"key", LARGE) for number in range(4)}
+    await put(connector, objects)
+    with server.client() as client:
+        for _ in range(5):
+            client.client_kill_filter(_type="normal", skipme=True)
+            found = await get_whole(connector, dict.fromkeys(objects, LARGE))
+            assert found == list(objects.values())
+            client.client_kill_filter(_type="normal", skipme=True)
+            await put(connector, objects)
+
+
+async def test_connections_killed_in_the_middle_are_survived(
+    server: RedisServer, opened: Opened
+) -> None:
+    connector = opened(kvtier.registry.connect(f"{server.url}?connections=2"))
+    objects = {b"key%d" % number: payload_of(b"key", LARGE) for number in range(8)}
+    await put(connector, objects)
+    with server.client() as client:
+        for _ in range(5):
+            reading = asyncio.ensure_future(
+                get(connector, [ReadRequest(key, 0, LARGE) for key in objects])
+            )
+            await asyncio.to_thread(client.client_kill_filter, _type="normal", skipme=True)
+            for (outcome, data), whole in zip(await reading, objects.values(), strict=True):
+                assert isinstance(outcome, ConnectorUnavailableError) or data == whole
+
+
+async def test_a_server_that_does_not_answer_is_a_timeout(
+    server: RedisServer, opened: Opened
+) -> None:
+    connector = opened(kvtier.registry.connect(f"{server.url}?timeout_s=0.2"))
+    await put(connector, {b"key": payload_of(b"key", LARGE)})
+    clock, start = SystemClock(), SystemClock().now()
+    server.freeze()
+    try:
+        assert isinstance(await read_one(connector, b"key", LARGE), ConnectorTimeoutError)
+        outcome = await write_one(connector, b"key", bytes(LARGE))
+        assert isinstance(outcome, ConnectorTimeoutError)
+        assert await connector.contains([b"key"]) == [False]
+        assert clock.now() - start < 20
+    finally:
+        server.thaw()
+    assert await read_one(connector, b"key", LARGE) == payload_of(b"key", LARGE)
+
+
+async def test_a_cancelled_read_ends_although_the_server_does_not_answer(
+    server: RedisServer, opened: Opened
+) -> None:
+    connector = opened(kvtier.registry.connect(f"{server.url}?timeout_s=3000"))
+    await put(connector, {b"key": payload_of(b"key", LARGE)})
+    buffer = bytearray(LARGE)
+    server.freeze()
+    try:
+        reading = asyncio.ensure_future(
+            connector.read([ReadRequest(b"key", 0, LARGE)], [memoryview(buffer)])
+        )
+        await asyncio.wait([reading], timeout=0.05)
+        assert not reading.done()
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(reading, 30)
+        buffer[:] = b"\xee" * LARGE
+    finally:
+        server.thaw()
+    assert await read_one(connector, b"key", LARGE) == payload_of(b"key", LARGE)
+    assert set(buffer) == {0xEE}, "the buffer is the caller's again"
+
+
+async def test_a_wrong_password_is_a_refusal_that_does_not_tell_it(
+    tmp_path: Path, opened: Opened
+) -> None:
+    secret = tmp_path / "password"
+    secret.write_text("right-secret\n")
+    with redis_server(tmp_path / "redis", "--requirepass", "right-secret") as server:
+        address = f"127.0.0.1:{server.port}"
+        right = opened(kvtier.registry.connect(f"redis://:right-secret@{address}"))
+        by_file = opened(kvtier.registry.connect(f"redis://{address}?password_file={secret}"))
+        wrong = opened(kvtier.registry.connect(f"redis://user:wrong-secret@{address}"))
+        none = opened(kvtier.registry.connect(f"redis://{address}"))
+        await put(right, {b"key": b"data"})
+        assert await get_whole(by_file, {b"key": 4}) == [b"data"]
+        for connector in (wrong, none):
+            outcome = await read_one(connector, b"key", 4)
+            assert isinstance(outcome, ConnectorRefusedError)
+            assert "secret" not in f"{outcome} {outcome!r} {outcome.__cause__!r} {connector!r}"
+            assert isinstance(await write_one(connector, b"key", b""), ConnectorRefusedError)
+            assert await connector.contains([b"key"]) == [False]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"", b"short", b"x" * 100, b"KVTR\x02" + bytes(31), b"\x80\x04cos\nsystem\n(S'id'\ntR." * 4],
+)
+async def test_b98_what_others_wrote_under_our_name_is_an_error_or_a_miss(
+    server: RedisServer, opened: Opened, value: bytes
+) -> None:
+    connector = opened(kvtier.registry.connect(server.url))
+    with server.client() as client:
+        client.set(NAME, value)
+        found = await read_one(connector, b"key", 100)
+        assert isinstance(found, ConnectorDataError) if value else found is None
+        await put(connector, {b"key": b"data"})
+    assert await get_whole(connector, {b"key": 4}) == [b"data"]
+
+
+async def test_a_value_of_another_type_is_an_error(server: RedisServer, opened: Opened) -> None:
+    connector = opened(kvtier.registry.connect(server.url))
+    with server.client() as client:
+        client.lpush(NAME, b"data")
+    assert isinstance(await read_one(connector, b"key", 4), ConnectorDataError)
+    assert isinstance(await write_one(connector, b"key", b"data"), ConnectorDataError)
+
+
+@pytest.mark.parametrize("delta", [-1, 1, 5000])
+async def test_b78_a_part_of_another_size_is_an_error(
+    server: RedisServer, opened: Opened, delta: int
+) -> None:
+    connector = opened(kvtier.registry.connect(server.url))
+    header = Header(LARGE, PART_BYTES, b"g" * 16)
+    with server.client() as client:
+        client.set(NAME, encode_header(header))
+        for number, name in enumerate(part_names(NAME, header)):
+            size = PART_BYTES if number < 3 else LARGE - 3 * PART_BYTES
+            client.set(name, bytes(size + (delta if number == 1 else 0)))
+    assert isinstance(await read_one(connector, b"key", LARGE), ConnectorDataError)
+
+
+@pytest.mark.parametrize("value", [Header(10, 0, bytes(16)), Header(INLINE_BYTES_MAX + 1, 0, b"")])
+async def test_b78_a_small_object_cut_short_is_an_error(
+    server: RedisServer, opened: Opened, value: Header
+) -> None:
+    connector = opened(kvtier.registry.connect(server.url))
+    with server.client() as client:
+        client.set(NAME, encode_header(value) + b"nine ....")
+    assert isinstance(await read_one(connector, b"key", 10), ConnectorDataError)
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"*1000\r\n", b"$9", b""])
+async def test_b118_a_server_of_another_protocol_is_an_outcome(
+    opened: Opened, answer: bytes
+) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        writer.write(answer)
+        writer.close()
+        await writer.wait_closed()
+
+    other = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = other.sockets[0].getsockname()[1]
+    connector = opened(kvtier.registry.connect(f"redis://127.0.0.1:{port}?timeout_s=5"))
+    assert isinstance(await read_one(connector, b"key", 4), ConnectorError)
+    assert await connector.contains([b"key"]) == [False]
+    other.close()
+    await other.wait_closed()
+
+
+async def test_nobody_at_the_address_is_unavailable(opened: Opened) -> None:
+    for scheme, rest in (("redis", ""), ("redis+cluster", ""), ("redis+sentinel", "?service=m")):
+        url = f"{scheme}://127.0.0.1:{free_port()}{rest}"
+        connector = opened(kvtier.registry.connect(url))
+        outcome = await read_one(connector, b"key", 4)
+        assert isinstance(outcome, ConnectorUnavailableError), url
+        with pytest.raises(ConnectorUnavailableError):
+            async for _ in connector.list(b""):  # type: ignore[attr-defined]
+                pass
+
+
+async def test_after_close_outcomes_are_errors(server: RedisServer) -> None:
+    connector = kvtier.registry.connect(server.url)
+    await put(connector, {b"key": b"data"})
+    await connector.close()
+    assert isinstance(await read_one(connector, b"key", 4), ConnectorUnavailableError)
+    assert isinstance(await write_one(connector, b"key", b""), ConnectorUnavailableError)
+    assert await connector.contains([b"key"]) == [False]
+
+
+def driver_errors() -> list[type[Exception]]:
+    """Every error class of redis-py that is not a mistake of its caller."""
+    kinds = [kind for _, kind in inspect.getmembers(redis_errors, inspect.isclass)]
+    bases = (redis_errors.RedisError, redis_errors.RedisClusterException)
+    return [kind for kind in kinds if issubclass(kind, bases)]
+
+
+@pytest.mark.parametrize("kind", driver_errors())
+def test_every_error_of_the_driver_has_an_outcome(kind: type[Exception]) -> None:
+    error = kind.__new__(kind)
+    outcome = translated(error)
+    assert isinstance(outcome, ConnectorError)
+    assert outcome.__cause__ is error
+
+
+def test_the_tables_name_connector_errors_and_drivers_errors() -> None:
+    assert all(issubclass(kind, ConnectorError) for kind in ERRORS.values())
+    assert all(issubclass(kind, redis_errors.RedisError) for kind in REPLIES.values())
+    moved = reply_error("MOVED 3999 127.0.0.1:6381")
+    assert isinstance(moved, redis_errors.MovedError)
+    assert (moved.host, moved.port) == ("127.0.0.1", 6381)
+    assert type(reply_error("ERR unknown")) is redis_errors.ResponseError
+    assert isinstance(translated(reply_error("OOM command not allowed")), ConnectorRefusedError)
