@@ -46,9 +46,9 @@ def test_b11_nothing_of_an_earlier_epoch_comes_back_after_a_kill(
         cache = open_cache(tmp_path)
         engine = NumberEngine(cache, weights)
         for prompt in range(PROMPTS):
-            engine.load(prompt)
+            engine.load(engine.match(prompt))
         assert not weights.wrong, weights.wrong
         engine.store(0)
-        assert engine.load(0) == CHUNKS * CHUNK_TOKENS
+        assert engine.load(engine.match(0)) == CHUNKS * CHUNK_TOKENS
         cache.close()
         assert not weights.wrong, weights.wrong

@@ -12,9 +12,12 @@ from kvtier.cache.pins import KeptKeys, PinOutcome
 from kvtier.cache.sequence import Sequence
 from kvtier.constants import PIN_S_MAX, PINNED_CHUNKS_MAX
 from kvtier.errors import ConfigError
+from kvtier.policies.lru import LRU
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import EngineDouble, wait_until
-from kvtier.types import ChunkKey, Features, MissReason, Namespace, Tier
+from kvtier.tiers.arena import Arena
+from kvtier.tiers.dram import DramTier
+from kvtier.types import ChunkKey, Entry, Features, MissReason, Namespace, ShardId, Tier
 from tests.lib.cache_setup import (
     CHUNK,
     CHUNK_BYTES,
@@ -181,6 +184,21 @@ def test_pins_are_bounded_in_number() -> None:
     assert kept.keep(keys[0], 1, b"", 99.0), "prolonging one is no new one"
     assert kept.drop(keys[1])
     assert kept.keep(keys[-1], 1, b"", 9.0)
+
+
+def test_a_slab_with_a_pinned_chunk_is_not_given_over() -> None:
+    """Room of another size is made by emptying a slab, whatever the policy says."""
+    kept, clock = ChunkKey(b"k" * 32), FakeClock()
+    arena = Arena(2 * 16384, slab_bytes=16384)
+    dram = DramTier(arena, LRU, clock, lambda _: None, kept.__eq__)
+    for key, nbytes in ((kept, 8192), (ChunkKey(b"l" * 32), 4096), (ChunkKey(b"m" * 32), 16384)):
+        clock.advance(1.0)
+        entry = Entry(key, None, nbytes, 0)
+        record = dram.reserve(entry, b"n", "raw", {ShardId(0, 0, 0): nbytes})
+        assert record is not None
+        dram.commit(record)
+    assert {record.entry.key[:1] for record in dram.index} == {b"k", b"m"}
+    arena.close()
 
 
 # Times to leave
