@@ -191,7 +191,7 @@ def test_a_slab_with_a_pinned_chunk_is_not_given_over() -> None:
     kept, clock = ChunkKey(b"k" * 32), FakeClock()
     arena = Arena(2 * 16384, slab_bytes=16384)
     dram = DramTier(arena, LRU, clock, lambda _: None, kept.__eq__)
-    for key, nbytes in ((kept, 8192), (ChunkKey(b"l" * 32), 4096), (ChunkKey(b"m" * 32), 16384)):
+    for key, nbytes in ((kept, 12288), (ChunkKey(b"l" * 32), 12288), (ChunkKey(b"m" * 32), 8192)):
         clock.advance(1.0)
         entry = Entry(key, None, nbytes, 0)
         record = dram.reserve(entry, b"n", "raw", {ShardId(0, 0, 0): nbytes})
