@@ -183,7 +183,8 @@ def fs_native(job: Job):  # noqa: ANN201
 def fp8(job: Job):  # noqa: ANN201
     """Its only lossy serde that runs on a CPU: a cast without a scale, on one core.
 
-    Without the queue that it has around it. A buffer of its own to another, chunk by chunk.
+    Without the queue that it has around it. A buffer of its own to another, chunk by chunk; in
+    the core's time, as ours.
     """
     from lmcache.v1.distributed.api import ObjectKey
     from lmcache.v1.distributed.serde.fp8 import (
@@ -210,16 +211,16 @@ def fp8(job: Job):  # noqa: ANN201
 
     def run(_: int) -> dict[str, float]:
         serializer, deserializer = Fp8QuantizationSerializer(), Fp8QuantizationDeserializer()
-        start = time.perf_counter()
+        start = time.thread_time()
         for source, code in zip(sources, coded, strict=True):
             serializer.serialize(source, code, key)
-        stored = time.perf_counter() - start
+        stored = time.thread_time() - start
         for target in targets:
             target.tensor.zero_()
-        start = time.perf_counter()
+        start = time.thread_time()
         for code, target in zip(coded, targets, strict=True):
             deserializer.deserialize(code, target, key)
-        retrieved = time.perf_counter() - start
+        retrieved = time.thread_time() - start
         for target, buffer in zip(chunks.targets, targets, strict=True):
             target.copy_(buffer.tensor)
         return chunks.speeds(stored, retrieved)
