@@ -1,0 +1,65 @@
+"""Calls of a connector end when its threads have let go, and are refused above a limit."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from kvtier.errors import ConnectorUnavailableError
+from kvtier_connectors.threads import SHARES_MAX, Halt, Threads
+
+
+def test_halt_calls_what_was_asked_for_once() -> None:
+    halt = Halt()
+    called: list[str] = []
+    first, second = (lambda: called.append("first")), (lambda: called.append("second"))
+    halt.when_set(first)
+    halt.when_set(second)
+    halt.forget(first)
+    halt.forget(first)
+    assert not halt.is_set()
+    halt.set()
+    halt.set()
+    assert halt.is_set()
+    assert called == ["second"]
+    halt.when_set(first)
+    assert called == ["second", "first"]
+
+
+async def test_a_cancelled_call_sets_halt_and_waits_for_its_threads() -> None:
+    threads, halt, ended = Threads(1, "kvtier-test"), Halt(), threading.Event()
+    asked = threading.Event()
+    halt.when_set(asked.set)
+
+    def work() -> None:
+        assert asked.wait(30)
+        ended.set()
+
+    loop = asyncio.get_running_loop()
+    call = asyncio.ensure_future(
+        threads.gather([loop.run_in_executor(threads.executor, work)], halt)
+    )
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert ended.is_set()
+    threads.close()
+
+
+async def test_more_shares_than_the_limit_are_refused_until_some_have_ended() -> None:
+    threads, let_go = Threads(1, "kvtier-test"), threading.Event()
+    loop = asyncio.get_running_loop()
+    shares = [loop.run_in_executor(threads.executor, let_go.wait, 30) for _ in range(SHARES_MAX)]
+    assert threads.refusal(SHARES_MAX) is None
+    call = asyncio.ensure_future(threads.gather(shares, Halt()))
+    await asyncio.sleep(0)
+    assert isinstance(threads.refusal(1), ConnectorUnavailableError)
+    let_go.set()
+    assert await call == [True] * SHARES_MAX
+    assert threads.refusal(SHARES_MAX) is None
+    assert isinstance(threads.refusal(SHARES_MAX + 1), ConnectorUnavailableError)
+    threads.close()
+    assert isinstance(threads.refusal(0), ConnectorUnavailableError)
