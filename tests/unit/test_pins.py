@@ -191,12 +191,21 @@ def test_a_slab_with_a_pinned_chunk_is_not_given_over() -> None:
     kept, clock = ChunkKey(b"k" * 32), FakeClock()
     arena = Arena(2 * 16384, slab_bytes=16384)
     dram = DramTier(arena, LRU, clock, lambda _: None, kept.__eq__)
-    for key, nbytes in ((kept, 12288), (ChunkKey(b"l" * 32), 12288), (ChunkKey(b"m" * 32), 8192)):
+
+    def store(name: bytes, nbytes: int) -> None:
         clock.advance(1.0)
-        entry = Entry(key, None, nbytes, 0)
+        entry = Entry(ChunkKey(name * 32), None, nbytes, 0)
         record = dram.reserve(entry, b"n", "raw", {ShardId(0, 0, 0): nbytes})
         assert record is not None
         dram.commit(record)
+
+    for name in (b"k", b"a", b"l", b"b"):
+        store(name, 8192)
+    for name in (b"a", b"b"):
+        record = dram.index.ready(ChunkKey(name * 32))
+        assert record is not None
+        dram.leave(record)
+    store(b"m", 16384)
     assert {record.entry.key[:1] for record in dram.index} == {b"k", b"m"}
     arena.close()
 
