@@ -53,6 +53,7 @@ LOAD_PLAN_BYTES: Final = 64 * MIB
 LOAD_PLANS_MAX: Final = 8
 LATE_JOBS_MAX: Final = 8
 READ_STEP_BYTES: Final = 8 * MIB
+READ_FIRST_BYTES: Final = 4 * MIB
 # Buffers for encoded shards that are kept for the next ones.
 SCRATCH_BUFFERS_KEPT: Final = 8
 LOAD_DEADLINE_S_DEFAULT: Final = 5.0

@@ -15,6 +15,7 @@ from kvtier.cache.link import Link
 from kvtier.cache.match import Ready
 from kvtier.cache.patience import Patience, head_start_s
 from kvtier.cache.shapes import Shapes
+from kvtier.constants import READ_FIRST_BYTES
 from kvtier.interfaces import Clock
 from kvtier.obs.stats import CostStats, LinkStats
 from kvtier.types import KVLayout, LoadOutcome, Moved, Tier
@@ -221,7 +222,12 @@ class Costs:
     def _sizes(self, layout: KVLayout) -> Callable[[int, str], tuple[int, int]]:
         def size(chunk: int, codec: str) -> tuple[int, int]:
             shape = self._shapes.of(layout, chunk, codec)
-            return shape.chunk_bytes, sum(each.sections for each in shape.layouts.values())
+            # What comes in one read shows nothing before all of it is there.
+            sections = sum(
+                len(each.section_offsets) if each.shard_bytes >= READ_FIRST_BYTES else 1
+                for each in shape.geometries.values()
+            )
+            return shape.chunk_bytes, sections
 
         return size
 

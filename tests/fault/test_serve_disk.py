@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.constants import GIB, LOAD_CHUNKS_INFLIGHT_MAX, MIB, READ_FAILURES_MAX
+from kvtier.constants import GIB, LOAD_CHUNKS_INFLIGHT_MIN, MIB, READ_FAILURES_MAX
 from kvtier.testing.fault_files import FaultyFiles, FileGate, FileOperation
 from tests.lib.assembly import assembled
 from tests.lib.disk_folder import shard_files
@@ -176,8 +176,9 @@ async def test_a_disk_that_hangs(tmp_path: Path, rng: random.Random) -> None:
         disk = await served.wait_for_disk("slow")
         assert disk["detail"]
         metrics = await served.metrics()
-        assert metrics[series("late_jobs")] >= LOAD_CHUNKS_INFLIGHT_MAX
-        missed = series("tier_miss_tokens_total", tier="disk", reason="deadline")
+        assert metrics[series("late_jobs")] >= LOAD_CHUNKS_INFLIGHT_MIN
+        # Computing was quicker than waiting for the deadline.
+        missed = series("tier_miss_tokens_total", tier="disk", reason="cost")
         assert metrics[missed] > 0
         gate.open()
         await served.wait_until(lambda seen: seen[series("late_jobs")] == 0)

@@ -27,10 +27,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvtier.config import Durability
-from kvtier.constants import ALIGN_BYTES, READ_STEP_BYTES, SWEEP_WHOLE_CHUNKS
+from kvtier.constants import (
+    ALIGN_BYTES,
+    READ_FIRST_BYTES,
+    READ_STEP_BYTES,
+    SWEEP_WHOLE_CHUNKS,
+)
 from kvtier.errors import FormatError, TierUnavailableError
+from kvtier.shard_format import ShardGeometry
 from kvtier.stored_shard import stored_header_bytes
-from kvtier.tiers.arrival import Arrival, Expected, read_steps
+from kvtier.tiers.arrival import Arrival, Expected, Step, read_steps
 from kvtier.tiers.decoding import ByteCodecs, DecodedArrival
 from kvtier.tiers.disk.files import FileInfo, FileSystem
 from kvtier.tiers.disk.journal import Changes, Journal
@@ -242,7 +248,7 @@ class ShardFiles:
             self._read_encoded(path, slot, expected, progress)
             return
         arrival = Arrival(slot, expected)
-        for step in read_steps(expected.geometry, READ_STEP_BYTES):
+        for step in _steps(expected.geometry):
             self._read(path, step.start, slot[step.start : step.end])
             arrival.take(step)
             progress(step.sections.stop)
@@ -323,6 +329,18 @@ class ShardFiles:
         if self._unwritten is not None:
             self._journal.start(self._unwritten)
             self._unwritten = None
+
+
+def _steps(geometry: ShardGeometry) -> list[Step]:
+    """Cut a shard into reads; the first one of a large shard is short, to tell how fast it goes."""
+    if geometry.shard_bytes < READ_FIRST_BYTES:
+        return read_steps(geometry, READ_STEP_BYTES)
+    end = (*geometry.section_offsets[1:], geometry.shard_bytes)[0]
+    first, *rest = read_steps(geometry, READ_STEP_BYTES)
+    if first.end == end:
+        return [first, *rest]
+    sections = range(1, first.sections.stop)
+    return [Step(0, end, range(1)), Step(end, first.end, sections), *rest]
 
 
 def _parts(row_count: int) -> tuple[str, ...]:
