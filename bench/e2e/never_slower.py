@@ -46,8 +46,6 @@ DRAM_CHUNKS = 6
 WARM_REQUESTS = 8
 #: Loads that would take more than so many times recomputing are worked out, not timed.
 TIMED_MAX = 4.0
-#: What may differ by how machine and neighbours feel.
-TIE_GAP_TOKENS = 0
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Sizes:
 
 
 # Slow and fast in turns: every change is abrupt, in both directions.
-FULL = Sizes((1e6, 256e6, 8e6, math.inf, 32e6, 1e6, 64e6), {256: 5, 1024: 3, 4096: 1})
+FULL = Sizes((1e6, 256e6, 8e6, math.inf, 24e6), {256: 3, 1024: 3, 4096: 1})
 SMOKE = Sizes((1e6, math.inf), {256: 1}, new_tokens=2)
 
 
