@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from kvtier.cache.below import Below
 from kvtier.cache.costs import Choice, Costs
 from kvtier.cache.match import Ready
-from kvtier.cache.pieces import Piece, cut_pieces, layers_arrived, sections_below
+from kvtier.cache.pieces import Piece, cut_pieces, layers_arrived, missed, sections_below
 from kvtier.cache.planner import load_moves, needed_groups
 from kvtier.cache.plans import OpenPlans
 from kvtier.cache.progress import gives_up
@@ -371,8 +371,7 @@ class Load:
             by_tier[piece.tier] = by_tier.get(piece.tier, 0) + len(piece.tokens)
         misses: tuple[Miss, ...] = ()
         if lost and self._failure is not None:
-            tokens = sum(len(piece.tokens) for piece in lost)
-            misses = (Miss(self._pieces[self._failed_at].tier, self._failure, tokens),)
+            misses = missed(lost, self._pieces[self._failed_at].tier, self._failure)
         codecs = self._context.shapes.codecs
         packed_by = {piece.record.codec for piece in brought if piece.record is not None}
         if not all(codecs.get(name).traits.exact for name in packed_by):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.cache.fill import Fill, Hold
@@ -12,7 +13,7 @@ from kvtier.cache.planner import chunk_tokens_covered, needed_groups
 from kvtier.layout import stage_layer_start
 from kvtier.tiers.dram import DramRecord
 from kvtier.tiers.index import Lease
-from kvtier.types import Blocks, ChunkKey, KVLayout, ShardId, Slot, Tier
+from kvtier.types import Blocks, ChunkKey, KVLayout, Miss, MissReason, ShardId, Slot, Tier
 
 
 @dataclass(slots=True, eq=False)
@@ -92,10 +93,23 @@ def cut_pieces(match: Ready, blocks: Blocks) -> list[Piece]:
     size = layout.chunk_tokens
     end = max((index * size + tokens.stop for index, _, tokens in cut if tokens), default=0)
     pieces = (
-        Piece(index, hit.key, tokens, needed_groups(layout, index, end))
+        Piece(index, hit.key, tokens, needed_groups(layout, index, end), hit.tier)
         for index, hit, tokens in cut
     )
     return [piece for piece in pieces if piece.tokens and piece.groups]
+
+
+def missed(lost: Sequence[Piece], failed: Tier, reason: MissReason) -> tuple[Miss, ...]:
+    """Return what did not come, by the tier that is to blame, the fastest first.
+
+    The tier that failed is to blame for what lies in faster ones behind that too. What lies in
+    slower ones counts for these: of the faster ones it is known as a miss from the lookup.
+    """
+    order = list(Tier)
+    tokens: Counter[Tier] = Counter()
+    for piece in lost:
+        tokens[max(failed, piece.tier, key=order.index)] += len(piece.tokens)
+    return tuple(Miss(tier, reason, tokens[tier]) for tier in sorted(tokens, key=order.index))
 
 
 def layers_arrived(layout: KVLayout, pieces: Iterable[Piece]) -> int:
