@@ -20,7 +20,7 @@ from kvtier_connectors.threads import Halt, Threads
 #: How often a command is sent on before its redirection is its answer.
 ROUNDS_MAX: Final = 6
 #: A connection more is worth its while for so much payload.
-LANE_BYTES: Final = 4 * MIB
+LANE_BYTES: Final = 2 * MIB
 
 _TIMEOUTS: Final = (redis_errors.TimeoutError, TimeoutError)
 _LOST: Final = (
