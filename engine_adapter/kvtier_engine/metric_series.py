@@ -77,6 +77,11 @@ def _tenant_misses(snapshot: Snapshot) -> Iterable[tuple[Labels, float]]:
             yield (name, tier.value, reason.value), tokens
 
 
+def _fallbacks(snapshot: Snapshot) -> Iterable[tuple[Labels, float]]:
+    counted = snapshot.cache.codec_fallbacks if snapshot.cache is not None else {}
+    return list(counted.items())
+
+
 def _used_bytes(snapshot: Snapshot) -> Iterable[tuple[Labels, float]]:
     engine = snapshot.engine
     held = engine.blocks_used + engine.blocks_cached
@@ -288,6 +293,12 @@ SERIES: Final[tuple[Series, ...]] = (
         "Faults of a tier's medium.",
         _counted(lambda counters: counters.io_errors),
         _TIER,
+    ),
+    _counter(
+        "kvtier_codec_fallback_chunks_total",
+        "Chunks that another codec packed than the configured one, by reason.",
+        _fallbacks,
+        ("codec", "reason"),
     ),
     _counter(
         "kvtier_saved_compute_seconds_total",

@@ -39,7 +39,7 @@ from kvtier.cache.store import Storer
 from kvtier.cache.tenancy import make_tenancy
 from kvtier.cache.writeout import Writeout
 from kvtier.clock import SystemClock
-from kvtier.codecs.calibration_store import CalibrationStore
+from kvtier.codecs.calibration_copies import CalibrationCopies
 from kvtier.codecs.known import KnownCodecs
 from kvtier.config import CacheConfig, DiskConfig
 from kvtier.constants import CLOSE_DEADLINE_S_DEFAULT
@@ -96,7 +96,7 @@ class Cache:
         ``files`` stands in for the operating system's file system, ``connect`` opens remotes,
         ``spans`` is told of every match, load, fill and store.
         """
-        store = CalibrationStore(Path(config.disk.path, "calibrations")) if config.disk else None
+        store = CalibrationCopies(list(map(Path, config.disk.paths))) if config.disk else None
         self._shapes = Shapes(KnownCodecs(store))
         self._codecs = [self._shapes.codecs.get(name) for name in config.codecs]
         self._config = config
@@ -268,9 +268,11 @@ class Cache:
         """Find the model's calibration, where a configured codec needs one, or begin to learn it.
 
         Reads small files: once for each model, before its first request. Without a calibration
-        such a codec stores as ``int5k4v``.
+        such a codec stores as ``int5k4v``. Where workers are other processes none sees all heads,
+        so nothing is learned: each reads what is there, from the disk's directories.
         """
-        self._shapes.codecs.prepare(namespace, self._config.codecs)
+        codecs = self._shapes.codecs
+        (codecs.find if self._config.shared else codecs.prepare)(namespace, self._config.codecs)
 
     def sequence(self, namespace: Namespace, *, features: Features = _FEATURES) -> Sequence:
         """Begin to hash a request's tokens under the namespace's present epoch.
@@ -483,6 +485,7 @@ class Cache:
             self._room.close(timeout_s)
         for opener in self._openers:
             opener.close()
+        self._shapes.codecs.close()
         with self._lock:
             self._arena.close()
 

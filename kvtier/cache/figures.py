@@ -43,6 +43,7 @@ def cache_stats(
         stores_inflight=storer.inflight_count,
         writes_queued=queued + (room.waiting_count if room else 0),
         late_jobs=filler.late_count,
+        codec_fallbacks=storer.codec_fallbacks,
         tenants=counters.tenants(),
         saved_compute_s=costs.saved_s,
         lost_compute_s=costs.lost_s,

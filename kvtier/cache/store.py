@@ -84,6 +84,11 @@ class Storer:
         self.inflight_count = 0
         self._staging_count = 0
 
+    @property
+    def codec_fallbacks(self) -> dict[tuple[str, str], int]:
+        """Chunks that another codec packed than the configured one, by that and the reason."""
+        return self._shapes.codecs.fallbacks
+
     def begin(self, sequence: Sequence, chunks: range, blocks: Blocks) -> Plan | None:
         """Order what is not held yet; stop at the first chunk that is refused.
 
@@ -127,6 +132,7 @@ class Storer:
                     )
         if not stored:
             return None
+        self._note_packed(sequence, stored)
         plan = Plan(
             plan_id=self._plans.new_id(),
             direction=Direction.STORE,
@@ -135,6 +141,15 @@ class Storer:
         )
         self._plans.open(plan, partial(self._end, stored, layout, self._clock.now()))
         return plan
+
+    def _note_packed(self, sequence: Sequence, stored: list[_Stored]) -> None:
+        """Count chunks that another codec packs than the one that is configured."""
+        codecs, namespace = self._shapes.codecs, sequence.namespace
+        if sequence.codec is None:
+            codecs.note_packed(self._codec, namespace, len(stored))
+        if self._disk_codec is not None:
+            staged = sum(pair.staged is not None for pair in stored)
+            codecs.note_packed(self._disk_codec, namespace, staged)
 
     def _held(self, key: ChunkKey, shape: ChunkShape) -> bool:
         """Tell whether a chunk needs no store."""

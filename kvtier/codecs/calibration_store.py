@@ -77,16 +77,23 @@ class CalibrationStore:
         if digest is None:
             return None
         try:
-            data = self._read(digest)
-            if hashlib.sha256(data).hexdigest() == digest:
-                return parse_calibration(data, layout)
-            _log.warning("calibration %s is damaged and set aside", digest[:ID_DIGITS_MIN])
-            self._set_aside(digest, lambda name: self._digest(name) == digest)
-        except FileNotFoundError:
-            return None
+            return self._parsed(digest, layout)
         except (ConfigError, FormatError, OSError) as error:
             _log.warning("calibration %s cannot be used: %s", digest[:ID_DIGITS_MIN], error)
         return None
+
+    def every(self, layout: KVLayout) -> list[Calibration]:
+        """Return all sound calibrations of models with that layout; it may be cut otherwise."""
+        try:
+            digests = self._digests()[:CALIBRATIONS_MAX]
+        except OSError:
+            return []
+        found: list[Calibration] = []
+        for digest in digests:
+            with contextlib.suppress(ConfigError, FormatError, OSError):  # Another model's.
+                if (calibration := self._parsed(digest, layout)) is not None:
+                    found.append(calibration)
+        return found
 
     def offer(self, namespace: Namespace, codec: str, calibration: Calibration) -> Calibration:
         """Make a calibration the one of its model and codec; return the one that is, or was.
@@ -111,6 +118,23 @@ class CalibrationStore:
                     return found
                 self._set_aside(name, self._leads_somewhere)
         raise TierUnavailableError(f"{self._folder / name} leads to no calibration of this model")
+
+    def _parsed(self, digest: str, layout: KVLayout) -> Calibration | None:
+        """A calibration; None for what is not there or damaged. Raises for another layout's."""
+        data = self._sound(digest)
+        return parse_calibration(data, layout) if data else None
+
+    def _sound(self, digest: str) -> bytes:
+        """An object's bytes; nothing where it is not there, or damaged and set aside."""
+        try:
+            data = self._read(digest)
+        except FileNotFoundError:
+            return b""
+        if hashlib.sha256(data).hexdigest() == digest:
+            return data
+        _log.warning("calibration %s is damaged and set aside", digest[:ID_DIGITS_MIN])
+        self._set_aside(digest, lambda name: self._digest(name) == digest)
+        return b""
 
     def _pointed(self, name: str) -> str | None:
         """Return the digest that a pointer names; None for one that is not there, or damaged."""

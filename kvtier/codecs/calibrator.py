@@ -83,6 +83,11 @@ class Calibrator:
         return self._result
 
     @property
+    def tokens(self) -> int:
+        """Tokens of every layer and head that a result takes."""
+        return self._tokens
+
+    @property
     def tokens_seen(self) -> int:
         """Tokens seen of the layer and head of which the fewest were."""
         with self._lock:

@@ -17,16 +17,24 @@ from kvtier.types import Namespace
 
 _log = logging.getLogger("kvtier.calibration")
 
-#: The codecs that need a calibration, and the one that stores until there is one.
+#: The codecs that need a calibration, the one that stores until there is one, and the one that
+#: stores where a calibration says that they would lose too much.
 CENTRED: Final = ("int4", "int5k4v-c")
 UNCALIBRATED: Final = "int5k4v"
+WEAK: Final = "int6"
 
 
 class Uncentred(StrEnum):
-    """Why a codec that needs a calibration has none: values of a metric's label."""
+    """Why another codec stands in for one that needs a calibration: values of a metric's label.
+
+    ``learning``: it is being learned. ``absent``: there is none, and nobody here learns one.
+    ``rope``: K cannot be turned back. ``weak``: layers of the model miss what is expected.
+    """
 
     LEARNING = "learning"
+    ABSENT = "absent"
     ROPE = "rope"
+    WEAK = "weak"
 
 
 @dataclass(frozen=True, slots=True)

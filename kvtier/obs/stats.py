@@ -164,6 +164,7 @@ class CacheStats:
 
     ``tenants`` are named by a digest. ``saved_compute_s`` is how much longer computing would have
     taken than loading did, by estimate; ``lost_compute_s`` the same of loads that took longer.
+    ``codec_fallbacks`` counts chunks that another codec packed, by the configured one and reason.
     """
 
     tiers: tuple[TierStats, ...]
@@ -171,6 +172,7 @@ class CacheStats:
     stores_inflight: int
     writes_queued: int
     late_jobs: int
+    codec_fallbacks: Mapping[tuple[str, str], int] = field(default_factory=dict)
     tenants: Mapping[str, TenantCounters] = field(default_factory=dict)
     saved_compute_s: float = 0.0
     lost_compute_s: float = 0.0

@@ -13,6 +13,7 @@ import torch
 from kvtier.cache.sequence import Sequence
 from kvtier.codecs.calibrator import Calibrator
 from kvtier.errors import ConfigError, RegistryError
+from kvtier.testing.engine_double import wait_until
 from kvtier.tiers.disk.files import LocalFiles
 from kvtier.tiers.disk.verify import Verifier
 from kvtier.types import (
@@ -190,6 +191,7 @@ def calibrated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Room:
     room.cache.prepare(TURNED)
     assert room.cache.codecs.packing("int4", TURNED) == "int5k4v"
     assert room.store(room.sequence(TURNED))
+    wait_until(lambda: room.cache.codecs.packing("int4", TURNED) != "int5k4v", "a calibration")
     return room
 
 

@@ -10,6 +10,7 @@ from typing import Final
 import torch
 
 from kvtier.cache.planner import chunk_shape, shard_writers, store_moves
+from kvtier.codecs.assay import CODES_DB
 from kvtier.codecs.calibration import Calibration
 from kvtier.codecs.calibrator import Calibrator
 from kvtier.codecs.centred import codec_for
@@ -21,7 +22,7 @@ from kvtier.errors import ConfigError
 from kvtier.interfaces import BlockCodec
 from kvtier.types import DTYPE_BYTES, Blocks, Move, Namespace, Part, Placement, Slot
 from kvtier_engine.attention.paged import plan_attention
-from kvtier_engine.calibration.report import CODES_DB, Layer
+from kvtier_engine.calibration.report import Layer
 from kvtier_engine.kv_pool import KVPool
 from kvtier_engine.types import RowStep
 from kvtier_engine.weights.load import LoadedModel, kv_layout

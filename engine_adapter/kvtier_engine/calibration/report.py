@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Any, Final
+from typing import Any
 
 from rich.table import Table
 
-#: Signal to noise of Gaussian values in Lloyd-Max codes of 4 bits, in dB.
-CODES_DB: Final = 20.2
-#: A layer is weak if it misses what is expected by more than this.
-MISSED_DB_MAX: Final = 1.0
+from kvtier.codecs.assay import CODES_DB, MISSED_DB_MAX
 
 
 @dataclass(frozen=True, slots=True)
