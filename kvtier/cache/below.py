@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from kvtier.cache.disk_source import DiskSource
 from kvtier.cache.executor import Executor
 from kvtier.cache.fill import Fill, Filler, Source
@@ -32,10 +34,14 @@ class Below:
         self._shapes = shapes
         self.filler = filler
 
-    def find(self, sequence: Sequence, chunk: int) -> Source | None:
-        """Return what a chunk can be brought up from now, a codec unknown here left aside."""
+    def find(self, sequence: Sequence, chunk: int, without: Collection[str] = ()) -> Source | None:
+        """Return what a chunk can be brought up from now, some places left out.
+
+        What is packed with a codec unknown here is left aside.
+        """
         key = sequence.chunk_keys[chunk]
-        record = self._disk.ready(key) if self._disk is not None else None
+        disk = self._disk if "disk" not in without else None
+        record = disk.ready(key) if disk is not None else None
         if record is not None and self._disk is not None:
             codecs = self._shapes.codecs
             readable = sequence.takes(record.codec) and codecs.readable(
@@ -43,7 +49,9 @@ class Below:
             )
             if readable and self._disk.volume_of(record).answers:
                 return DiskSource(self._disk, record, self._executor)
-        return self._remotes.find(sequence, chunk) if self._remotes is not None else None
+        if self._remotes is None:
+            return None
+        return self._remotes.find(sequence, chunk, without)
 
     def tier_of(self, key: ChunkKey) -> Tier | None:
         """Return the nearest tier that holds a chunk, whether or not it answers."""

@@ -31,6 +31,7 @@ class DiskSource:
         record, entry = self._record, self._record.entry
         return Origin(
             Tier.DISK,
+            "disk",
             entry.key,
             entry.parent,
             entry.position,

@@ -35,9 +35,13 @@ class Hold(Protocol):
 
 
 class Origin(NamedTuple):
-    """A chunk in a lower tier. ``shards`` are those that lie there; perhaps not all it has."""
+    """A chunk in a lower tier. ``shards`` are those that lie there; perhaps not all it has.
+
+    ``place`` tells apart those that have one tier.
+    """
 
     tier: Tier
+    place: str
     key: ChunkKey
     parent: ChunkKey | None
     position: int

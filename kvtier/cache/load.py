@@ -212,8 +212,13 @@ class Load:
                 piece.recoded |= recoded
                 piece.forget_fill()
             return True
-        self._fail_from(index, fill.failure)
-        return False
+        piece.failed_in.add(fill.source.origin.place)
+        if self._context.below.find(self._match.sequence, piece.chunk, piece.failed_in) is None:
+            self._fail_from(index, fill.failure)
+            return False
+        if not piece.plans_out:
+            piece.forget_fill()  # Another tier has it too.
+        return True
 
     def _bring_piece(self, index: int, piece: Piece) -> bool:
         """Find or start what brings a piece into DRAM; False when it has to wait or has failed."""
@@ -223,7 +228,7 @@ class Load:
             return self._hold(index, piece, record)
         piece.fill = below.filler.follow(piece.key)
         if piece.fill is None:
-            source = below.find(self._match.sequence, piece.chunk)
+            source = below.find(self._match.sequence, piece.chunk, piece.failed_in)
             if source is None:
                 self._fail_unread(index, piece)
                 return False

@@ -39,6 +39,7 @@ class Piece:
     plans_out: int = 0
     complete: bool = False
     recoded: bool = False
+    failed_in: set[str] = field(default_factory=set)
     early: list[tuple[ShardId, range]] = field(default_factory=list)
 
     @property

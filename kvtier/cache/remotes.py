@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from kvtier.cache.executor import Executor, Fault
@@ -81,15 +81,23 @@ class Remotes:
         holder = next(each for each in self.all if each.tier.answers and each.tier.shards(key))
         return self._codec_in(holder, sequence)
 
-    def find(self, sequence: TokenSequence, chunk: int) -> RemoteSource | None:
-        """Return what a chunk can be brought up from now, a codec unknown here left aside."""
+    def find(
+        self, sequence: TokenSequence, chunk: int, without: Collection[str]
+    ) -> RemoteSource | None:
+        """Return what a chunk can be brought up from now, some places left out.
+
+        What is packed with a codec unknown here is left aside.
+        """
         key = sequence.chunk_keys[chunk]
         for remote in self.all:
             shards = remote.tier.shards(key) if remote.tier.answers else None
             codec = self._codec_in(remote, sequence)
             if shards and self._shapes.codecs.readable(codec, sequence.namespace.fidelity):
                 parent = sequence.entry_parent(chunk)
-                origin = Origin(Tier.REMOTE, key, parent, chunk, sequence.root, codec, shards)
+                place, root = f"remote {remote.tier.number}", sequence.root
+                if place in without:
+                    continue
+                origin = Origin(Tier.REMOTE, place, key, parent, chunk, root, codec, shards)
                 return RemoteSource(remote, origin, self._executor)
         return None
 

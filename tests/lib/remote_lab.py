@@ -51,6 +51,7 @@ class ToyRemote:
         self.store = MemoryConnector()
         self.twist: dict[str, Callable[[Any], Any]] = {}
         self.held: set[str] = set()
+        self.loses = False  # Writes come to nothing.
         self.calls: Counter[str] = Counter()
         self.batches: list[tuple[str, int]] = []
         self.closed = False
@@ -68,6 +69,10 @@ class ToyRemote:
     def wait_for_calls(self, operation: str, count: int) -> None:
         wait_until(lambda: self.calls[operation] >= count, f"{operation} is not called")
 
+    def count(self, operation: str) -> int:
+        """Keys that an operation was called for."""
+        return sum(count for name, count in self.batches if name == operation)
+
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return await self._answer("contains", len(keys), lambda: self.store.contains(keys))
 
@@ -77,7 +82,10 @@ class ToyRemote:
         return await self._answer("read", len(requests), lambda: self.store.read(requests, into))
 
     async def write(self, items: Sequence[WriteItem]) -> list[ConnectorError | None]:
-        return await self._answer("write", len(items), lambda: self.store.write(items))
+        async def write() -> list[ConnectorError | None]:
+            return [None for _ in items] if self.loses else await self.store.write(items)
+
+        return await self._answer("write", len(items), write)
 
     async def delete(self, keys: Sequence[bytes]) -> None:
         await self._answer("delete", len(keys), lambda: self.store.delete(keys))
@@ -209,6 +217,7 @@ class RemoteLab:
     def close_all(self) -> None:
         for remote in self.remotes:
             remote.twist.clear()
+            remote.loses = False
             remote.release()
         for engine in list(self.engines):
             self.close(engine)

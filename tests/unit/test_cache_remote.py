@@ -171,7 +171,7 @@ def test_two_loads_share_one_fetch(lab: RemoteLab) -> None:
     engine.drive(second)
     for loading in (first, second):
         assert loading.outcome.tokens_by_tier == {Tier.REMOTE: len(FIVE)}
-    assert sum(count for operation, count in lab.remote.batches if operation == "read") == 5
+    assert lab.remote.count("read") == 5
 
 
 def test_a_load_larger_than_dram_goes_in_turns(lab: RemoteLab) -> None:
@@ -235,7 +235,7 @@ def test_what_is_stored_is_written_once(lab: RemoteLab) -> None:
     engine = lab.filled(FIVE)
     engine.store(engine.sequence(FIVE))
     uploaded(engine)
-    assert sum(count for operation, count in lab.remote.batches if operation == "write") == 5
+    assert lab.remote.count("write") == 5
     assert remote_counters(engine).written_bytes == 0
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import threading
 from collections import deque
@@ -79,7 +80,8 @@ class Channel:
 
     The coroutines run in that loop, by ``submit``. Each raises ``ConnectorError``. At most
     ``connections`` calls are out, and those that have been for longer than ``deadline_s`` beside
-    them; ``on_slow`` is called in the loop's thread for each of these.
+    them; ``on_slow`` is called in the loop's thread for each of these. Lookups and deletions that
+    are overdue are given up.
     """
 
     def __init__(
@@ -155,15 +157,18 @@ class Channel:
             await self._do(_Kind.DELETE, some, len(some), self._soon)
 
     async def probe(self) -> None:
-        """Find out whether the remote answers a read at all."""
+        """Find out whether the remote answers at all, a lookup and a read."""
         request, page = ReadRequest(_PROBE_KEY, 0, 1), memoryview(bytearray(1))
-        call = self._sent_boundary(_Kind.READ, [_Job((request, page), 1, 0.0, self._future())])
-        try:
-            (outcome,) = await asyncio.wait_for(call, self._deadline_s)
-        except TimeoutError as error:
-            raise ConnectorTimeoutError("no answer in time") from error
-        if isinstance(outcome, _RETRIED):
-            raise outcome
+        for kind, payload in ((_Kind.CONTAINS, [_PROBE_KEY]), (_Kind.READ, (request, page))):
+            job = _Job(payload, 1, math.inf, self._future())
+            call = self._loop.create_task(self._sent_boundary(kind, [job]))
+            await asyncio.wait({call}, timeout=self._deadline_s)
+            if not call.done():
+                call.cancel()
+                raise ConnectorTimeoutError("no answer in time")
+            (outcome,) = call.result()
+            if isinstance(outcome, ConnectorError):
+                raise outcome
 
     async def listing(self, prefix: bytes, objects_max: int) -> list[KeyInfo]:
         """Return what is there. Raises ``ConnectorRefusedError`` beyond ``objects_max``."""
@@ -247,8 +252,8 @@ class Channel:
         await asyncio.wait({sent}, timeout=self._deadline_s)
         self._running -= 1
         if not sent.done():
-            self._on_slow()
             if kind in _BORROWS:
+                self._on_slow()
                 self._overdue += 1
                 self._pump()
                 await asyncio.wait({sent})

@@ -9,7 +9,12 @@ import random
 from collections import OrderedDict
 
 from kvtier.constants import LATE_JOBS_MAX, REMOTE_CODECS_MAX, REMOTE_KNOWN_CHUNKS_MAX
-from kvtier.errors import ConnectorRefusedError, DeadlineError, KVTierError
+from kvtier.errors import (
+    ConnectorRefusedError,
+    ConnectorTimeoutError,
+    DeadlineError,
+    KVTierError,
+)
 from kvtier.interfaces import Clock
 from kvtier.tiers.remote.asked import Asked
 from kvtier.tiers.remote.breaker import Breaker, BreakerState
@@ -116,5 +121,6 @@ class RemoteTier:
         """Note a fault or an answer that is overdue. What it merely refuses is none."""
         if isinstance(fault, ConnectorRefusedError):
             return
-        word = "slow" if isinstance(fault, DeadlineError) else "failing"
+        late = isinstance(fault, DeadlineError | ConnectorTimeoutError)
+        word = "slow" if late else "failing"
         self.breaker.failure(word, str(fault), self._clock.now())
