@@ -254,6 +254,9 @@ OPTIONS: Final[tuple[Option, ...]] = (
         "the same for the disk; zstd or NAME+zstd: compressed (as --codec)",
     ),
     Option("weights_id", _weights_id, "", "ID", "declares what the weights are (their digest)"),
+    Option(
+        "tenant_quota", _size(0), 0, "SIZE", "what one cache_salt may hold in the tiers (no bound)"
+    ),
     Option("no_cache", _switch, False, "", "no tiers below HBM"),
     Option("access_log", _maybe_path, "", "PATH", "file with a line per request (no log)"),
     Option("kv_events", _text, "", "ENDPOINT", "where KV events are published (nowhere)"),

@@ -37,6 +37,7 @@ from kvtier_engine.cache_link import CacheLink
 from kvtier_engine.core import EngineCore, tell_nobody
 from kvtier_engine.device import device_name
 from kvtier_engine.engine import Engine
+from kvtier_engine.held import CacheHeld
 from kvtier_engine.kv_pool import KVPool
 from kvtier_engine.link import Link, NoLink
 from kvtier_engine.metric_series import SERIES, TENANT_SERIES
@@ -59,6 +60,7 @@ class Tiers:
 
     cache: Cache
     worker: CacheWorker
+    namespace: Namespace
 
 
 class Server:
@@ -87,7 +89,8 @@ class Server:
         self._started = False
         self._clock = SystemClock()
         self._began_s = self._clock.now()
-        self._service = Service(engine, self.admission, self._clock)
+        held = None if tiers is None else CacheHeld(tiers.cache, tiers.namespace)
+        self._service = Service(engine, self.admission, self._clock, held)
         self._registry = CollectorRegistry()
         series = SERIES + (TENANT_SERIES if settings.config.tenant_metrics else ())
         self._registry.register(EngineCollector(self.snapshot, series))
@@ -319,7 +322,7 @@ def _tiers_boundary(
         arena_bytes=config.dram_bytes,
     )
     cache.prepare(namespace)
-    return Tiers(cache, worker), ""
+    return Tiers(cache, worker, namespace), ""
 
 
 def _sequences_max(config: EngineConfig) -> int:

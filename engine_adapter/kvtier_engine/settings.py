@@ -67,6 +67,7 @@ class EngineConfig:
     codec: str
     disk_codec: str
     weights_id: str
+    tenant_quota: int
     no_cache: bool
     access_log: str
     kv_events: str
@@ -103,6 +104,7 @@ class EngineConfig:
             disk=disk,
             codec=self.codec,
             policy=self.policy,
+            tenant_quota_bytes=self.tenant_quota,
             events=bool(self.kv_events),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,11 +12,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from kvtier.codecs.calibration_store import FOLDER, CalibrationStore
 from kvtier.config import Durability, format_size
 from kvtier.errors import ConfigError, TierUnavailableError
 from kvtier.tiers.disk.files import LocalFiles
 from kvtier.tiers.disk.shard_files import ShardFiles
-from kvtier.tiers.disk.verify import Verdict, Verifier
+from kvtier.tiers.disk.verify import Finding, Problem, Verdict, Verifier
 
 _SHOWN_MAX = 50
 
@@ -47,9 +48,13 @@ def verify(
             task = progress.add_task("reading", total=None)
             for done, total in verifier.run():
                 progress.update(task, completed=done, total=total)
-        verdict = verifier.verdict
+        stores = [CalibrationStore(path / FOLDER) for path in paths]
+        damaged = [(store, *each) for store in stores for each in store.audit()]
+        verdict = _with_calibrations(verifier.verdict, [each[1:] for each in damaged])
         if repair:
             verifier.repair()
+            for store, path, _ in damaged:
+                store.put_away(path)
     except OSError as error:
         raise TierUnavailableError(str(error)) from error
     finally:
@@ -61,6 +66,13 @@ def verify(
         _show(verdict, repaired=repair)
     if not verdict.clean and not repair:
         raise typer.Exit(1)
+
+
+def _with_calibrations(verdict: Verdict, damaged: list[tuple[Path, str]]) -> Verdict:
+    findings = [
+        Finding(str(path), path.stat().st_size, Problem.CALIBRATION, told) for path, told in damaged
+    ]
+    return replace(verdict, findings=(*verdict.findings, *findings))
 
 
 def _show(verdict: Verdict, *, repaired: bool) -> None:

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from kvtier.clock import SystemClock
 from kvtier_engine.api.admission import Admission
 from kvtier_engine.api.app import Health, create_app
+from kvtier_engine.api.held import Held
 from kvtier_engine.api.ports import Generator, ServedModel, TokenizerLike
 from kvtier_engine.api.service import Service
 from kvtier_engine.settings import load_settings
@@ -33,13 +34,14 @@ class Api:
     sequences_max: int = 64
     api_key: str = ""
     tokenizer: TokenizerLike = field(default_factory=ByteTokenizer)
+    held: Held | None = None
     admission: Admission = field(init=False)
     service: Service = field(init=False)
     app: FastAPI = field(init=False)
 
     def __post_init__(self) -> None:
         self.admission = Admission(self.sequences_max)
-        self.service = Service(self.engine, self.admission, SystemClock())
+        self.service = Service(self.engine, self.admission, SystemClock(), self.held)
         self.app = create_app(
             self.service,
             self.tokenizer,

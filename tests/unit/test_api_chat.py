@@ -68,7 +68,7 @@ async def test_a_turn_is_a_message_of_the_user(roles: str, turn: int) -> None:
         (None, Hint.NONE),
         ({}, Hint.NONE),
         ({"will_continue": False, "done": None}, Hint.NONE),
-        ({"will_continue": True, "unknown": 1}, Hint.WILL_CONTINUE),
+        ({"will_continue": True, "ttl_s": None}, Hint.WILL_CONTINUE),
         ({"will_continue": False, "done": True}, Hint.DONE),
     ],
 )

@@ -16,7 +16,7 @@ from kvtier_engine.api.generation import Collected
 from kvtier_engine.api.limits import INLINE_ENCODE_CHARS_MAX
 from kvtier_engine.api.ports import ServedModel, TokenizerLike
 from kvtier_engine.api.sampling import choice_seed
-from kvtier_engine.api.schemas import CommonBody
+from kvtier_engine.api.schemas import CommonBody, SessionHints
 from kvtier_engine.api.streaming import compact_json
 from kvtier_engine.types import Delta, GenerateRequest, SamplingParams
 
@@ -50,6 +50,7 @@ class Call:
     """``requests`` run prompt by prompt, ``choices`` of each; ``drop_output`` discards the text.
 
     The last serves a client that asks for no token at all: the engine makes at least one.
+    ``warms``: the answer says what the tiers hold, and waits for it.
     """
 
     call_id: str
@@ -60,6 +61,7 @@ class Call:
     stream: bool
     include_usage: bool
     drop_output: bool = False
+    warms: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,8 @@ def build_requests(
     ``turn`` counts the user's messages so far. Raises for hints that contradict each other.
     """
     choices = body.n or 1
-    features = Features(turn, session_hint(body))
+    hints = body.kvtier or SessionHints()
+    features = Features(turn, session_hint(body), hints.ttl_s or 0.0, hints.pin or 0.0)
     seeded = [
         replace(sampling, seed=choice_seed(sampling.seed, choice)) for choice in range(choices)
     ]

@@ -41,14 +41,7 @@ async def chat_call(
     check_model(body.model, model)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
-    messages = [_message(number, message) for number, message in enumerate(body.messages)]
-    try:
-        text = tokenizer.render_chat(messages)
-    except ConfigError as error:
-        raise bad_request(f"{error}.", param="messages", code="template_refused") from error
-    prompts = [Prompt(text, await encode(tokenizer, text, rendered=True))]
-    if not prompts[0].token_ids:
-        raise bad_request("'messages' must not be empty.", param="messages", code="empty_prompt")
+    prompts = [await chat_prompt(body.messages, tokenizer)]
     limit = model.context_tokens
     sampling = sampling_params(
         body,
@@ -56,7 +49,7 @@ async def chat_call(
         max_tokens=output_tokens(_max_tokens(body), limit, prompts, limit),
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    turn = max(1, sum(message["role"] == "user" for message in messages))
+    turn = max(1, sum(message["role"] == "user" for message in body.messages))
     envelope = Envelope.new("chatcmpl", created, model)
     include_usage = bool(body.stream_options and body.stream_options.include_usage)
     return Call(
@@ -70,6 +63,19 @@ async def chat_call(
         stream=bool(body.stream),
         include_usage=include_usage,
     )
+
+
+async def chat_prompt(messages: Sequence[dict[str, Any]], tokenizer: TokenizerLike) -> Prompt:
+    """Return the prompt of a conversation, or raise the ``ApiError`` that names what is wrong."""
+    known = [_message(number, message) for number, message in enumerate(messages)]
+    try:
+        text = tokenizer.render_chat(known)
+    except ConfigError as error:
+        raise bad_request(f"{error}.", param="messages", code="template_refused") from error
+    prompt = Prompt(text, await encode(tokenizer, text, rendered=True))
+    if not prompt.token_ids:
+        raise bad_request("'messages' must not be empty.", param="messages", code="empty_prompt")
+    return prompt
 
 
 def _max_tokens(body: ChatBody) -> int | None:

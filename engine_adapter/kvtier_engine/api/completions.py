@@ -37,7 +37,7 @@ async def completion_call(
     choices = body.n or 1
     if body.best_of is not None and body.best_of != choices:
         raise unsupported("best_of", "'best_of' must equal 'n': choices are not ranked here.")
-    prompts = await _prompts(body.prompt, tokenizer, model.vocab_size)
+    prompts = await text_prompts(body.prompt, tokenizer, model.vocab_size)
     if len(prompts) * choices > SEQUENCES_PER_CALL_MAX:
         message = f"{len(prompts)} prompts with n = {choices}: at most {SEQUENCES_PER_CALL_MAX} "
         raise bad_request(message + "sequences fit in one request.", param="n")
@@ -76,7 +76,7 @@ async def completion_call(
     )
 
 
-async def _prompts(prompt: Any, tokenizer: TokenizerLike, vocab_size: int) -> list[Prompt]:
+async def text_prompts(prompt: Any, tokenizer: TokenizerLike, vocab_size: int) -> list[Prompt]:
     """Return the prompts of a ``prompt`` field in any of its four forms."""
     batch = [prompt] if isinstance(prompt, str) or _is_tokens(prompt) else prompt
     if not isinstance(batch, list):

@@ -30,6 +30,9 @@ CACHE_SALT_CHARS_MAX: Final = 256
 QUEUED_SEQUENCES_MAX: Final = 1024
 RETRY_AFTER_S: Final = 1
 
+#: How long an answer waits for the tiers to hold what was warmed.
+WARM_WAIT_S: Final = 10.0
+
 #: Text longer than this is tokenized in a thread, so that other streams go on meanwhile.
 INLINE_ENCODE_CHARS_MAX: Final = 4096
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, TypeVar
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from kvtier.constants import PIN_S_MAX, TTL_S_MAX
 from kvtier_engine.api.errors import ApiError, bad_request, unsupported
 from kvtier_engine.api.limits import (
     CACHE_SALT_CHARS_MAX,
@@ -67,12 +68,17 @@ class StreamOptions(BaseModel):
 
 
 class SessionHints(BaseModel):
-    """What the client knows of the session's future."""
+    """What the client knows of the session's future; ``ttl_s`` and ``pin`` are seconds.
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    Ours alone, so an unknown name is a mistake.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     will_continue: bool | None = None
     done: bool | None = None
+    ttl_s: Annotated[float, Field(gt=0, le=TTL_S_MAX)] | None = None
+    pin: Annotated[float, Field(gt=0, le=PIN_S_MAX)] | None = None
 
 
 class CommonBody(BaseModel):
@@ -121,7 +127,7 @@ class ChatBody(CommonBody):
     top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS_MAX)] | None = None
 
 
-BodyT = TypeVar("BodyT", CompletionBody, ChatBody)
+BodyT = TypeVar("BodyT", bound=CommonBody)
 
 
 def parse_body(model: type[BodyT], raw: bytes) -> BodyT:

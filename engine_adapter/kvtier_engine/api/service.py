@@ -29,6 +29,8 @@ from kvtier_engine.api.errors import (
     unavailable,
 )
 from kvtier_engine.api.generation import Collected, SequenceFailedError, UsageTotals, merged
+from kvtier_engine.api.held import Held, NothingHeld, until_held
+from kvtier_engine.api.limits import WARM_WAIT_S
 from kvtier_engine.api.ports import Generator
 from kvtier_engine.api.streaming import (
     CLIENT_GONE,
@@ -48,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 #: What requests are counted by.
-ENDPOINTS: Final = ("completions", "chat")
+ENDPOINTS: Final = ("completions", "chat", "warm")
 
 
 class Outcome(StrEnum):
@@ -79,8 +81,12 @@ class RequestCounters:
 class Service:
     """Owner of the request counters. One event loop's thread only."""
 
-    def __init__(self, engine: Generator, admission: Admission, clock: Clock) -> None:
+    def __init__(
+        self, engine: Generator, admission: Admission, clock: Clock, held: Held | None = None
+    ) -> None:
+        """``held`` looks into the tiers, if there are any."""
         self._engine = engine
+        self._held = held or NothingHeld()
         self._admission = admission
         self._clock = clock
         self._counters = RequestCounters()
@@ -114,7 +120,16 @@ class Service:
                 async for index, delta in deltas:
                     choices[index].add(delta)
                     usage.note(index, delta.usage)
-        return call.renderer.answer(choices, usage.report(drop_output=call.drop_output))
+            if call.warms:
+                deadline = self._clock.now() + WARM_WAIT_S
+                await until_held(self._held, call.requests, self._clock, deadline)
+        body = call.renderer.answer(choices, self._usage(call, usage))
+        if call.warms:
+            body["prompts"] = [
+                {"prompt_tokens": len(each.prompt), "held_tokens": self._held.tokens(each)}
+                for each in call.requests
+            ]
+        return body
 
     async def _events(self, call: Call) -> AsyncGenerator[bytes, None]:
         usage = UsageTotals(call.choices)
@@ -126,8 +141,17 @@ class Service:
                     for event in call.renderer.events(index, delta):
                         yield event
             if call.include_usage:
-                yield call.renderer.usage_event(usage.report(drop_output=call.drop_output))
+                yield call.renderer.usage_event(self._usage(call, usage))
             yield sse("[DONE]")
+
+    def _usage(self, call: Call, usage: UsageTotals) -> dict[str, Any]:
+        """Return the usage; to who asked for pins it says how much of the prompts has one now."""
+        report = usage.report(drop_output=call.drop_output)
+        firsts = call.requests[:: call.choices]
+        if any(each.features.pin_s for each in firsts):
+            pinned = sum(self._held.pinned_tokens(each) for each in firsts)
+            report["prompt_tokens_details"]["kvtier"]["pinned"] = pinned
+        return report
 
     @contextmanager
     def _running(self, call: Call) -> Iterator[None]:

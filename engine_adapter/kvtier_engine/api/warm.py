@@ -1,0 +1,90 @@
+"""``/v1/kvtier/warm``: compute and store prompts for whoever asks next; nothing is generated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Final
+
+from pydantic import ConfigDict, Field
+
+from kvtier_engine.api.calls import Call, Envelope, Prompt, build_requests, check_model
+from kvtier_engine.api.chat import chat_prompt
+from kvtier_engine.api.completions import text_prompts
+from kvtier_engine.api.errors import bad_request, context_length_exceeded
+from kvtier_engine.api.generation import Collected
+from kvtier_engine.api.limits import MESSAGES_MAX
+from kvtier_engine.api.ports import ServedModel, TokenizerLike
+from kvtier_engine.api.schemas import CommonBody, parse_body
+from kvtier_engine.types import Delta, SamplingParams
+
+#: The one token that the engine makes, which nobody sees.
+_SAMPLING: Final = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+#: What a body may say; all else asks for an answer, which there is not.
+_FIELDS: Final = ("model", "prompt", "messages", "cache_salt", "priority", "kvtier")
+
+
+_Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MESSAGES_MAX)]
+
+
+class WarmBody(CommonBody):
+    """The body of ``/v1/kvtier/warm``: ``prompt`` or ``messages``, as the endpoints take them."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    prompt: Any = None
+    messages: _Messages | None = None
+
+
+async def warm_call(
+    raw: bytes, *, tokenizer: TokenizerLike, model: ServedModel, created: int
+) -> Call:
+    """Return the call of a body, or raise the ``ApiError`` that says what is wrong with it."""
+    body = parse_body(WarmBody, raw)
+    check_model(body.model, model)
+    for name in sorted(body.model_fields_set):
+        if name not in _FIELDS:
+            message = f"{name!r} has no meaning here: nothing is generated."
+            raise bad_request(message, param=name, code="unsupported_parameter")
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("Either 'prompt' or 'messages' must be given.", param="prompt")
+    if body.messages is not None:
+        prompts: Sequence[Prompt] = [await chat_prompt(body.messages, tokenizer)]
+    else:
+        prompts = await text_prompts(body.prompt, tokenizer, model.vocab_size)
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    if longest + 1 > model.context_tokens:
+        raise context_length_exceeded(longest, 1, model.context_tokens)
+    envelope = Envelope.new("warm", created, model)
+    return Call(
+        call_id=envelope.call_id,
+        endpoint="warm",
+        requests=build_requests(envelope.call_id, prompts, _SAMPLING, body),
+        choices=1,
+        renderer=WarmRenderer(envelope),
+        stream=False,
+        include_usage=False,
+        drop_output=True,
+        warms=True,
+    )
+
+
+class WarmRenderer:
+    """Answers that hold figures only."""
+
+    def __init__(self, envelope: Envelope) -> None:
+        self._envelope = envelope
+
+    def answer(self, choices: Sequence[Collected], usage: dict[str, Any]) -> dict[str, Any]:
+        """Return the body of the answer, to which the caller adds what the tiers hold."""
+        del choices
+        return {**self._envelope.fields("kvtier.warm"), "usage": usage}
+
+    def events(self, index: int, delta: Delta) -> list[bytes]:
+        """Return none: nothing is streamed."""
+        del index, delta
+        return []
+
+    def usage_event(self, usage: dict[str, Any]) -> bytes:
+        """Return nothing."""
+        del usage
+        return b""
