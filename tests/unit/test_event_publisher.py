@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import zmq
 
+from kvtier.constants import EVENTS_TAKEN_MAX
 from kvtier.errors import ConfigError
 from kvtier.obs.event_publisher import EventPublisher
 from kvtier.obs.events import Cleared, Event, Removed
@@ -118,6 +119,13 @@ def test_messages_are_numbered_without_a_gap() -> None:
             source.tell(Removed(key, Tier.DRAM))
             numbers.append(received(socket)[0])
     assert numbers == list(range(5))
+
+
+def test_a_message_has_so_many_events_and_no_more() -> None:
+    source = Source()
+    source.held = [Removed(KEYS[0], Tier.DRAM)] * EVENTS_TAKEN_MAX
+    with published(source) as publisher, subscribed(publisher.endpoint) as socket:
+        assert [len(received(socket)[2]) for _ in range(2)] == [EVENTS_TAKEN_MAX, 1]
 
 
 def test_the_last_events_are_sent_at_the_end() -> None:
