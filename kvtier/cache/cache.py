@@ -485,7 +485,7 @@ class Cache:
             self._room.close(timeout_s)
         for opener in self._openers:
             opener.close()
-        self._shapes.codecs.close()
+        self._shapes.codecs.close(timeout_s)
         with self._lock:
             self._arena.close()
 

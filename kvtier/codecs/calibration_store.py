@@ -136,6 +136,28 @@ class CalibrationStore:
         self._set_aside(digest, lambda name: self._digest(name) == digest)
         return b""
 
+    def audit(self) -> list[tuple[Path, str]]:
+        """Return every damaged file with what is wrong: objects, and pointers that lead nowhere.
+
+        Raises ``OSError`` where the folder cannot be read; one that is not there is sound.
+        """
+        if not self._folder.is_dir():
+            return []
+        digests = self._digests()
+        damaged = [digest for digest in digests if self._digest(digest) != digest]
+        sound = set(digests) - set(damaged)
+        found = [(self._folder / digest, "differs from its digest") for digest in damaged]
+        for path in sorted(self._folder.glob(f"{_POINTER}*")):
+            digest = self._pointed(path.name)
+            if digest not in sound:
+                told = "is no pointer" if digest is None else "leads to no sound calibration"
+                found.append((path, told))
+        return found
+
+    def put_away(self, path: Path) -> None:
+        """Rename a damaged file of this folder, so that a sound one can take its place."""
+        path.rename(path.with_name(f"{_DAMAGED}{path.name}-{os.getpid()}-{time.monotonic_ns()}"))
+
     def _pointed(self, name: str) -> str | None:
         """Return the digest that a pointer names; None for one that is not there, or damaged."""
         try:

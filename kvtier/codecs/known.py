@@ -27,6 +27,7 @@ from kvtier.codecs.centred import (
     stored_name,
 )
 from kvtier.codecs.opaque import opaque_codec
+from kvtier.constants import CLOSE_DEADLINE_S_DEFAULT
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.interfaces import BlockCodec, PagedPool
 from kvtier.types import Fidelity, KVLayout, Move, Namespace
@@ -211,13 +212,13 @@ class KnownCodecs:
             self._offering = thread
         thread.start()
 
-    def close(self) -> None:
-        """Learn no more, and wait until what was learned is written."""
+    def close(self, timeout_s: float = CLOSE_DEADLINE_S_DEFAULT) -> None:
+        """Learn no more, and wait until what was learned is written, as long as allowed."""
         with self._lock:
             self._learning = None
             offering = self._offering
         if offering is not None:
-            offering.join()
+            offering.join(timeout_s)
 
     def _settle(self, learning: _Learning, calibration: Calibration) -> None:
         for name in learning.names:

@@ -6,11 +6,14 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from kvtier import Cache, CacheConfig, DiskConfig, GroupKind, KVGroup, KVLayout, Namespace
 from kvtier.cli.main import app
+from kvtier.codecs.calibration import Calibration, Rotary
+from kvtier.codecs.calibration_store import FOLDER, CalibrationStore
 from kvtier.constants import MIB
 from kvtier.errors import ConfigError, TierUnavailableError
 from kvtier.testing.engine_double import EngineDouble
@@ -191,3 +194,36 @@ def test_an_older_file_in_another_directory_is_a_twin(tmp_path: Path) -> None:
     assert verdict.sound_shards == CHUNKS
     assert set(problems(verdict)) == {path.name for path in shards(one)}
     assert set(problems(verdict).values()) == {Problem.TWIN}
+
+
+def calibrated(root: Path) -> tuple[Path, Path]:
+    """Keep a calibration in a tier; return the files of its bytes and of the pointer to them."""
+    mean = np.ones((3, 2, 8), np.float32)
+    calibration = Calibration(NAMESPACE.layout, (mean,), (Rotary((1.0, 0.5)),))
+    CalibrationStore(root / FOLDER).offer(NAMESPACE, "int4", calibration)
+    (pointer,) = (root / FOLDER).glob("of-*")
+    return root / FOLDER / calibration.digest, pointer
+
+
+@pytest.mark.parametrize("damage", ["object", "pointer", "lost"])
+def test_damaged_calibrations_are_told_and_set_aside(root: Path, damage: str) -> None:
+    content, pointer = calibrated(root)
+    command = ["verify", str(root), "--json"]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    if damage == "lost":
+        content.unlink()
+    else:
+        flip(content if damage == "object" else pointer, 3)
+    told = CliRunner().invoke(app, command)
+    findings = json.loads(told.stdout)["findings"]
+    assert told.exit_code == 1
+    assert {each["problem"] for each in findings} == {"calibration"}
+    names = {Path(each["path"]).name for each in findings}
+    assert names == ({content.name, pointer.name} if damage == "object" else {pointer.name})
+    index = sorted((root / "index").iterdir())
+    assert CliRunner().invoke(app, [*command, "--repair"]).exit_code == 0
+    assert not pointer.exists()
+    assert sorted((root / "index").iterdir()) == index, "it tells of shards alone"
+    assert CliRunner().invoke(app, command).exit_code == 0
+    calibrated(root)
+    assert CliRunner().invoke(app, command).exit_code == 0, "a new one takes its place"

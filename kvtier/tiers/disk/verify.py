@@ -32,6 +32,7 @@ class Problem(StrEnum):
     ORPHAN = "orphan"  # its parent is not there; of use again when that is stored again: kept
     LEFTOVER = "leftover"  # was being written when its writer was killed: removed, here or at open
     INDEX = "index"  # cannot be trusted, so that a start reads all headers: removed
+    CALIBRATION = "calibration"  # damaged, or a pointer to none that is sound: set aside
 
 
 _HARMLESS = frozenset({Problem.LEFTOVER, Problem.ORPHAN})
