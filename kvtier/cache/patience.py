@@ -89,10 +89,9 @@ class Patience:
         if self._projected_s is None:
             limit = total if self.head_start_s is None else self.head_start_s
             return waited >= limit
-        if waited >= total:
+        if waited >= self._projected_s:
             # What should have been complete by now goes on at its average pace.
-            average_s = waited / min(share + coming, 1.0)
-            self._projected_s = max(self._projected_s, average_s)
+            self._projected_s = waited / min(share + coming, 1.0)
         projected = self._projected_s
         if max(projected, waited) > total * (1 + OVERTIME):
             return True
@@ -104,8 +103,8 @@ class Patience:
         if self._first is None:
             self._first = waited, share
             # A load that should be too slow has to prove itself by what comes first.
-            quick = self.head_start_s is None
-            self._projected_s = waited if quick else waited / optimistic_share
+            if self.head_start_s is not None:
+                self._projected_s = waited / optimistic_share
         else:
             began, first = self._first
             self._projected_s = began + (waited - began) * (1 - first) / (optimistic_share - first)
