@@ -11,14 +11,25 @@ from kvtier.testing.clock import FakeClock
 from kvtier.testing.connector_contract import ConnectorContract, put
 from kvtier.testing.faults import Faulty
 from kvtier.types import KeyInfo
-from kvtier_connectors.decorators import Deadlined, Retrying, Throttled, Timed
+from kvtier_connectors.decorators import Deadlined, Retrying, Sharded, Throttled, Timed
+from kvtier_connectors.decorators.encrypted import Encrypted
 from kvtier_connectors.memory import MemoryConnector
+
+
+class OneKey:
+    """The same key for everybody."""
+
+    def key(self, tenant: str) -> bytes | None:
+        return bytes(range(32))
+
 
 WAYS: dict[str, Callable[[Connector], Connector]] = {
     "deadlined": lambda inner: Deadlined(inner, 30.0),
     "retrying": lambda inner: Retrying(inner, seed=1, clock=FakeClock()),
     "throttled": lambda inner: Throttled(inner, bytes_per_s=1e9, latency_s=1e-5),
     "timed": Timed,
+    "sharded": lambda inner: Sharded({"only": inner}),
+    "encrypted": lambda inner: Encrypted(inner, OneKey(), "tenant"),
 }
 
 
@@ -51,7 +62,10 @@ async def test_around_a_listable_it_lists_and_around_another_it_does_not(
     assert isinstance(decorated, Listable)
     await put(decorated, {b"a1": b"x", b"b1": b""})
     assert [info async for info in decorated.list(b"a")] == [KeyInfo(b"a1", 1)]
-    assert not isinstance(way(Faulty(MemoryConnector())), Listable)
+    await decorated.close()
+    other = way(Faulty(MemoryConnector()))
+    assert not isinstance(other, Listable)
+    await other.close()
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
@@ -62,3 +76,13 @@ async def test_closing_it_closes_the_inner_connector(
     await put(inner, {b"key": b"data"})
     await way(inner).close()
     assert await inner.contains([b"key"]) == [False]
+
+
+class TestSharded(ConnectorContract):
+    def make_connector(self) -> Connector:
+        return Sharded({name: MemoryConnector() for name in ("a", "b", "c")})
+
+
+class TestEncrypted(ConnectorContract):
+    def make_connector(self) -> Connector:
+        return WAYS["encrypted"](MemoryConnector())

@@ -1,0 +1,287 @@
+"""``Encrypted``: what the store holds can be read, changed or swapped by nobody without the key.
+
+::
+
+    header    magic "KVTE" · version 1 · 3 zero bytes · object id 16 · nbytes u64      (32 bytes)
+    segment   nonce 12 · ciphertext of at most 256 KiB · tag 16                        (one or more)
+
+AES-256-GCM (NIST SP 800-38D). Each segment is bound to the object's key, id and size and to its own
+number by the associated data, so a segment of another object, another write or another place is
+refused, as is an object that was cut. Segments let a range be read without the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import struct
+from collections.abc import AsyncIterator, Sequence
+from typing import Final, NamedTuple, Protocol
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from kvtier.constants import KIB
+from kvtier.errors import (
+    ConfigError,
+    ConnectorDataError,
+    ConnectorError,
+    ConnectorRefusedError,
+    ConnectorUnavailableError,
+)
+from kvtier.interfaces import Connector, Listable, ReadOutcome
+from kvtier.types import KeyInfo, ReadRequest, WriteItem
+from kvtier_connectors.decorators.base import Decorator
+from kvtier_connectors.threads import Halt, Threads
+
+SEGMENT_BYTES: Final = 256 * KIB
+KEY_BYTES: Final = 32
+OBJECT_BYTES_MAX: Final = 1 << 40
+NONCE_BYTES: Final = 12
+TAG_BYTES: Final = 16
+#: A reader whose object is replaced between its header and its segments tries so often.
+TRIES_MAX: Final = 3
+THREADS_DEFAULT: Final = 2
+
+_HEADER: Final = struct.Struct(">4sB3x16sQ")
+_MAGIC: Final = b"KVTE"
+_VERSION: Final = 1
+_EXTRA_BYTES: Final = NONCE_BYTES + TAG_BYTES
+
+
+class Keys(Protocol):
+    """Where keys come from. Asked at every call, so a key that is taken away is gone at once."""
+
+    def key(self, tenant: str) -> bytes | None:
+        """Return the 32 bytes of a tenant, None if it has none (any more). Does not block."""
+        ...
+
+
+class _Header(NamedTuple):
+    object_id: bytes
+    nbytes: int
+
+
+class Encrypted(Decorator):
+    """Encrypts what is written and authenticates what is read, with the key of one tenant.
+
+    Other bytes, another tenant's bytes and a wrong key are ``ConnectorDataError``. Without a key
+    everything is a miss and writes are refused: who deletes a tenant's key has deleted its KV. The
+    store still sees sizes, the keys of objects and who asks for what, and it can forget an object
+    or give an older one of the same key.
+
+    A nonce is 96 random bits; NIST allows 2**32 of them per key, which is 1 PiB written. A read
+    takes two turns, for the header and for the segments. Needs ``cryptography``.
+    """
+
+    def __init__(
+        self, inner: Connector, keys: Keys, tenant: str, *, threads: int = THREADS_DEFAULT
+    ) -> None:
+        """Wrap ``inner``; encryption runs in threads of its own."""
+        super().__init__(inner)
+        self._keys = keys
+        self._tenant = tenant
+        self._threads = Threads(threads, "kvtier-encrypt")
+        if isinstance(inner, Listable):
+            vars(self)["list"] = self._list
+
+    async def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Ask, if there is a key that could read it."""
+        return [False for _ in keys] if self._cipher() is None else await super().contains(keys)
+
+    async def read(
+        self, requests: Sequence[ReadRequest], into: Sequence[memoryview]
+    ) -> list[ReadOutcome]:
+        """Read the segments of each range, and decrypt them into the buffers."""
+        outcomes: list[ReadOutcome] = [None for _ in requests]
+        cipher = self._cipher()
+        if cipher is None:
+            return outcomes
+        seen: dict[int, _Header] = {}
+        todo = list(range(len(requests)))
+        for _ in range(TRIES_MAX):
+            headers = await self._read_headers(todo, requests, outcomes)
+            # A header that is still the same will not fit its segments the next time either.
+            headers = {n: each for n, each in headers.items() if seen.get(n) != each}
+            seen = headers
+            todo = await self._read_segments(cipher, headers, requests, into, outcomes)
+            if not todo:
+                break
+        return outcomes
+
+    async def write(self, items: Sequence[WriteItem]) -> list[ConnectorError | None]:
+        """Encrypt each object into a buffer of ours, and write that."""
+        cipher = self._cipher()
+        if cipher is None:
+            return [ConnectorRefusedError("the tenant has no key") for _ in items]
+        if refusal := self._threads.refusal(1):
+            return [refusal for _ in items]
+        loop = asyncio.get_running_loop()
+        share = loop.run_in_executor(self._threads.executor, _encrypt_all, cipher, items)
+        (sealed,) = await self._threads.gather([share], Halt())
+        return await super().write(sealed)
+
+    async def close(self) -> None:
+        """End the threads and close the inner connector."""
+        self._threads.close()
+        await super().close()
+
+    def _cipher(self) -> AESGCM | None:
+        key = self._keys.key(self._tenant)
+        if key is None:
+            return None
+        if len(key) != KEY_BYTES:
+            raise ConfigError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
+        return AESGCM(key)
+
+    async def _read_headers(
+        self, todo: Sequence[int], requests: Sequence[ReadRequest], outcomes: list[ReadOutcome]
+    ) -> dict[int, _Header]:
+        asked = [ReadRequest(requests[n].key, 0, _HEADER.size) for n in todo]
+        buffers = [memoryview(bytearray(_HEADER.size)) for _ in todo]
+        headers: dict[int, _Header] = {}
+        answers = await super().read(asked, buffers)
+        for n, answer, buffer in zip(todo, answers, buffers, strict=True):
+            if answer is None or isinstance(answer, ConnectorError):
+                outcomes[n] = answer
+            elif header := _decoded(buffer[:answer]):
+                headers[n] = header
+            else:
+                outcomes[n] = ConnectorDataError("the object is not one that was encrypted here")
+        return headers
+
+    async def _read_segments(
+        self,
+        cipher: AESGCM,
+        headers: dict[int, _Header],
+        requests: Sequence[ReadRequest],
+        into: Sequence[memoryview],
+        outcomes: list[ReadOutcome],
+    ) -> list[int]:
+        """Read and decrypt; return what may have been replaced between header and segments."""
+        found = {n: _Opening(requests[n], header, into[n]) for n, header in headers.items()}
+        for n in [n for n, job in found.items() if len(job.into) == 0]:
+            outcomes[n] = 0
+            del found[n]
+        jobs = list(found.values())
+        answers = await super().read([job.stored for job in jobs], [job.sealed for job in jobs])
+        if refusal := self._threads.refusal(1):
+            for n in found:
+                outcomes[n] = refusal
+            return []
+        loop, halt = asyncio.get_running_loop(), Halt()
+        share = loop.run_in_executor(self._threads.executor, _open_all, cipher, jobs, answers, halt)
+        (opened,) = await self._threads.gather([share], halt)
+        again = []
+        for n, outcome in zip(found, opened, strict=True):
+            outcomes[n] = outcome
+            if outcome is None or isinstance(outcome, ConnectorDataError):
+                again.append(n)
+        return again
+
+    async def _list(self, prefix: bytes) -> AsyncIterator[KeyInfo]:
+        inner = self._inner
+        assert isinstance(inner, Listable), "checked when it was made"
+        async for info in inner.list(prefix):
+            records = max(1, -(-(info.nbytes - _HEADER.size) // (SEGMENT_BYTES + _EXTRA_BYTES)))
+            nbytes = info.nbytes - _HEADER.size - records * _EXTRA_BYTES
+            if nbytes >= 0:
+                yield KeyInfo(info.key, nbytes)
+
+
+class _Opening:
+    """One range to be decrypted: what to read for it, where that lands, and where it goes."""
+
+    def __init__(self, request: ReadRequest, header: _Header, into: memoryview) -> None:
+        self.header = header
+        self.key = request.key
+        self.offset = request.offset
+        self.into = into[: max(0, min(request.nbytes, header.nbytes - request.offset))]
+        self.first = request.offset // SEGMENT_BYTES
+        last = (request.offset + len(self.into) - 1) // SEGMENT_BYTES
+        self.spans = [_span(header.nbytes, number) for number in range(self.first, last + 1)]
+        start = _HEADER.size + self.first * (SEGMENT_BYTES + _EXTRA_BYTES)
+        self.stored = ReadRequest(
+            request.key, start, sum(self.spans) + _EXTRA_BYTES * len(self.spans)
+        )
+        self.sealed = memoryview(bytearray(self.stored.nbytes))
+
+    def open(self, cipher: AESGCM) -> int:
+        """Decrypt into the caller's buffer. Raises ``InvalidTag``."""
+        position, scratch = 0, bytearray(SEGMENT_BYTES)
+        for number, size in enumerate(self.spans, self.first):
+            nonce = self.sealed[position : position + NONCE_BYTES]
+            record = self.sealed[position + NONCE_BYTES : position + _EXTRA_BYTES + size]
+            position += _EXTRA_BYTES + size
+            bound = _bound(self.key, self.header, number)
+            start = number * SEGMENT_BYTES - self.offset
+            if start >= 0 and start + size <= len(self.into):
+                cipher.decrypt_into(nonce, record, bound, self.into[start : start + size])
+                continue
+            whole = memoryview(scratch)[:size]
+            cipher.decrypt_into(nonce, record, bound, whole)
+            low, high = max(0, start), min(len(self.into), start + size)
+            self.into[low:high] = whole[low - start : high - start]
+        return len(self.into)
+
+
+def _open_all(
+    cipher: AESGCM, jobs: Sequence[_Opening], answers: Sequence[ReadOutcome], halt: Halt
+) -> list[ReadOutcome]:
+    """In a thread: decrypt what has come."""
+    outcomes: list[ReadOutcome] = []
+    for job, answer in zip(jobs, answers, strict=True):
+        if halt.is_set():
+            outcomes.append(ConnectorUnavailableError("the call was given up"))
+        elif answer is None or isinstance(answer, ConnectorError):
+            outcomes.append(answer)
+        elif answer != job.stored.nbytes:
+            outcomes.append(ConnectorDataError("an encrypted object that ends too early"))
+        else:
+            try:
+                outcomes.append(job.open(cipher))
+            except InvalidTag:
+                why = "other bytes than were encrypted here, or with another key"
+                outcomes.append(ConnectorDataError(why))
+    return outcomes
+
+
+def _encrypt_all(cipher: AESGCM, items: Sequence[WriteItem]) -> list[WriteItem]:
+    """In a thread: return the objects as they are stored."""
+    return [WriteItem(item.key, _encrypted(cipher, item)) for item in items]
+
+
+def _encrypted(cipher: AESGCM, item: WriteItem) -> memoryview:
+    data = item.data.cast("B")
+    header = _Header(secrets.token_bytes(16), data.nbytes)
+    records = max(1, -(-data.nbytes // SEGMENT_BYTES))
+    sealed = memoryview(bytearray(_HEADER.size + data.nbytes + records * _EXTRA_BYTES))
+    _HEADER.pack_into(sealed, 0, _MAGIC, _VERSION, header.object_id, header.nbytes)
+    position = _HEADER.size
+    for number in range(records):
+        size = _span(data.nbytes, number)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        sealed[position : position + NONCE_BYTES] = nonce
+        record = sealed[position + NONCE_BYTES : position + _EXTRA_BYTES + size]
+        plain = data[number * SEGMENT_BYTES : number * SEGMENT_BYTES + size]
+        cipher.encrypt_into(nonce, plain, _bound(item.key, header, number), record)
+        position += _EXTRA_BYTES + size
+    return sealed
+
+
+def _span(nbytes: int, number: int) -> int:
+    """Return the plain size of one segment of an object of that size."""
+    return max(0, min(SEGMENT_BYTES, nbytes - number * SEGMENT_BYTES))
+
+
+def _bound(key: bytes, header: _Header, number: int) -> bytes:
+    """Return what a segment is bound to: fixed fields first, so that nothing is ambiguous."""
+    return _HEADER.pack(_MAGIC, _VERSION, *header) + number.to_bytes(8, "big") + key
+
+
+def _decoded(data: memoryview) -> _Header | None:
+    if len(data) < _HEADER.size:
+        return None
+    magic, version, object_id, nbytes = _HEADER.unpack(data)
+    known = magic == _MAGIC and version == _VERSION and nbytes <= OBJECT_BYTES_MAX
+    return _Header(object_id, nbytes) if known else None

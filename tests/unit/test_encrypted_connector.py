@@ -1,0 +1,205 @@
+"""Encryption hides, authenticates, and forgets with its key."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvtier.errors import ConfigError, ConnectorDataError, ConnectorRefusedError
+from kvtier.interfaces import Listable
+from kvtier.testing.connector_contract import get, get_whole, payload_of, put
+from kvtier.types import KeyInfo, ReadRequest, WriteItem
+from kvtier_connectors import decorators
+from kvtier_connectors.decorators.encrypted import SEGMENT_BYTES, Encrypted
+from kvtier_connectors.memory import MemoryConnector
+from tests.lib.opened import Opened
+
+LARGE = 2 * SEGMENT_BYTES + 1000
+DATA = payload_of(b"key", LARGE)
+HEADER_BYTES = 32
+RECORD_BYTES = SEGMENT_BYTES + 28
+
+
+class TenantKeys:
+    """A key for each tenant, until it is taken away."""
+
+    def __init__(self) -> None:
+        self.held = {"a": b"a" * 32, "b": b"b" * 32}
+
+    def key(self, tenant: str) -> bytes | None:
+        return self.held.get(tenant)
+
+
+@pytest.fixture
+def store() -> MemoryConnector:
+    return MemoryConnector()
+
+
+@pytest.fixture
+def keys() -> TenantKeys:
+    return TenantKeys()
+
+
+@pytest.fixture
+async def opened() -> AsyncIterator[Opened]:
+    made = Opened()
+    yield made
+    await made.close_all()
+
+
+@pytest.fixture
+def encrypted(store: MemoryConnector, keys: TenantKeys, opened: Opened) -> Encrypted:
+    return opened(Encrypted(store, keys, "a"))
+
+
+async def stored_bytes(store: MemoryConnector, key: bytes) -> bytearray:
+    (nbytes,) = [info.nbytes async for info in store.list(key) if info.key == key]
+    (data,) = await get_whole(store, {key: nbytes})
+    assert data is not None
+    return bytearray(data)
+
+
+async def outcome_of(encrypted: Encrypted, key: bytes, nbytes: int) -> object:
+    ((outcome, _),) = await get(encrypted, [ReadRequest(key, 0, nbytes)])
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes"),
+    [
+        (0, LARGE),
+        (0, 4096),
+        (SEGMENT_BYTES - 1, 2),
+        (SEGMENT_BYTES, SEGMENT_BYTES),
+        (5, 2 * SEGMENT_BYTES),
+        (LARGE - 1, 1),
+        (7, 0),
+    ],
+)
+async def test_ranges_come_back(encrypted: Encrypted, offset: int, nbytes: int) -> None:
+    await put(encrypted, {b"key": DATA})
+    found = await get(encrypted, [ReadRequest(b"key", offset, nbytes)])
+    assert found == [(nbytes, DATA[offset : offset + nbytes])]
+
+
+@pytest.mark.parametrize(
+    "nbytes", [0, 1, SEGMENT_BYTES - 1, SEGMENT_BYTES, SEGMENT_BYTES + 1, LARGE]
+)
+async def test_nothing_of_it_is_seen_and_sizes_are_known(
+    store: MemoryConnector, encrypted: Encrypted, nbytes: int
+) -> None:
+    data = b"\xaa" * nbytes
+    await put(encrypted, {b"key": data})
+    stored = await stored_bytes(store, b"key")
+    assert b"\xaa" * 16 not in stored
+    assert len(stored) == HEADER_BYTES + nbytes + 28 * max(1, -(-nbytes // SEGMENT_BYTES))
+    assert isinstance(encrypted, Listable)
+    assert [info async for info in encrypted.list(b"")] == [KeyInfo(b"key", nbytes)]
+    assert await get_whole(encrypted, {b"key": nbytes}) == [data]
+
+
+async def test_two_writes_of_the_same_have_nothing_in_common(
+    store: MemoryConnector, encrypted: Encrypted
+) -> None:
+    await put(encrypted, {b"k1": DATA, b"k2": DATA})
+    first, second = await stored_bytes(store, b"k1"), await stored_bytes(store, b"k2")
+    assert sum(a == b for a, b in zip(first, second, strict=True)) < len(first) / 100
+
+
+@pytest.mark.parametrize(
+    "position", [0, 4, 5, 8, 20, 31, 32, 43, 44, 1000, RECORD_BYTES + 31, LARGE]
+)
+async def test_b78_a_flipped_bit_anywhere_is_an_error(
+    store: MemoryConnector, encrypted: Encrypted, position: int
+) -> None:
+    await put(encrypted, {b"key": DATA})
+    stored = await stored_bytes(store, b"key")
+    stored[position] ^= 1
+    await put(store, {b"key": bytes(stored)})
+    outcome = await outcome_of(encrypted, b"key", LARGE)
+    if 5 <= position < 8:
+        assert outcome == LARGE, "three bytes of the header mean nothing"
+    else:
+        assert isinstance(outcome, ConnectorDataError)
+
+
+async def test_b78_swapped_cut_and_mixed_objects_are_errors(
+    store: MemoryConnector, encrypted: Encrypted
+) -> None:
+    await put(encrypted, {b"k1": DATA, b"k2": DATA})
+    first, second = await stored_bytes(store, b"k1"), await stored_bytes(store, b"k2")
+    one, two = HEADER_BYTES + RECORD_BYTES, HEADER_BYTES + 2 * RECORD_BYTES
+    spoilt = {
+        "swapped": second,
+        "cut": first[:-1],
+        "cut at a segment": first[:two],
+        "segments in another order": first[:HEADER_BYTES]
+        + first[one:two]
+        + first[HEADER_BYTES:one]
+        + first[two:],
+        "a segment of another object": first[:one] + second[one:],
+        "no header": first[:10],
+        "plain": bytearray(DATA),
+    }
+    for name, data in spoilt.items():
+        await put(store, {b"k1": bytes(data)})
+        assert isinstance(await outcome_of(encrypted, b"k1", LARGE), ConnectorDataError), name
+    await put(store, {b"k1": bytes(first)})
+    assert await outcome_of(encrypted, b"k1", LARGE) == LARGE
+
+
+async def test_another_tenants_object_is_an_error(
+    store: MemoryConnector, keys: TenantKeys, encrypted: Encrypted, opened: Opened
+) -> None:
+    await put(encrypted, {b"key": DATA})
+    other = opened(Encrypted(store, keys, "b"))
+    assert isinstance(await outcome_of(other, b"key", LARGE), ConnectorDataError)
+    await put(other, {b"key": DATA})
+    assert isinstance(await outcome_of(encrypted, b"key", LARGE), ConnectorDataError)
+
+
+async def test_a_tenants_kv_is_gone_with_its_key(keys: TenantKeys, encrypted: Encrypted) -> None:
+    await put(encrypted, {b"key": DATA})
+    key = keys.held.pop("a")
+    assert await outcome_of(encrypted, b"key", LARGE) is None
+    assert await encrypted.contains([b"key"]) == [False]
+    (refused,) = await encrypted.write([WriteItem(b"key", memoryview(b"data"))])
+    assert isinstance(refused, ConnectorRefusedError)
+    keys.held["a"] = key
+    assert await outcome_of(encrypted, b"key", LARGE) == LARGE
+
+
+async def test_a_key_of_another_size_is_a_config_error(
+    keys: TenantKeys, encrypted: Encrypted
+) -> None:
+    keys.held["a"] = b"short"
+    with pytest.raises(ConfigError, match="32 bytes, not 5"):
+        await encrypted.contains([b"key"])
+
+
+async def test_an_object_replaced_between_the_turns_of_a_read_is_read_again(
+    store: MemoryConnector, keys: TenantKeys, opened: Opened
+) -> None:
+    class Replacing(decorators.Decorator):
+        """Puts a new object there after the header was read, a few times."""
+
+        left = 2
+
+        async def read(self, requests, into):  # type: ignore[no-untyped-def]
+            outcomes = await super().read(requests, into)
+            if self.left and requests[0].nbytes == HEADER_BYTES:
+                self.left -= 1
+                await put(writer, {b"key": payload_of(b"key", LARGE, self.left)})
+            return outcomes
+
+    writer = opened(Encrypted(store, keys, "a"))
+    await put(writer, {b"key": DATA})
+    reader = opened(Encrypted(Replacing(store), keys, "a"))
+    assert await get_whole(reader, {b"key": LARGE}) == [payload_of(b"key", LARGE, 0)]
+
+
+def test_it_is_found_beside_the_other_decorators() -> None:
+    assert decorators.Encrypted is Encrypted
+    with pytest.raises(AttributeError, match="no attribute 'Encripted'"):
+        _ = decorators.Encripted
