@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Final
 
-from kvtier.obs.stats import CacheStats, Histogram, TierCounters, TierStats
+from kvtier.obs.stats import CacheStats, Histogram, LinkStats, TierCounters, TierStats
 from kvtier.types import MissReason, Tier
 from kvtier_engine.api.service import ENDPOINTS, Outcome
 from kvtier_engine.engine_stats import EngineStats
@@ -63,6 +63,26 @@ def _hits(snapshot: Snapshot) -> Iterable[tuple[Labels, float]]:
 def _finished(snapshot: Snapshot) -> Iterable[tuple[Labels, float]]:
     finished = snapshot.engine.finished
     return [((reason.value,), finished.get(reason, 0)) for reason in FinishReason]
+
+
+def _links(read: Callable[[LinkStats], float]) -> Reader:
+    return lambda snapshot: [
+        ((tier.value,), read(link)) for tier, link in snapshot.costs.links.items()
+    ]
+
+
+def _moves(snapshot: Snapshot) -> Iterable[tuple[Labels, float]]:
+    return [((codec,), speed) for codec, speed in snapshot.costs.moves_bytes_per_s.items()]
+
+
+def _prefill(snapshot: Snapshot) -> Iterable[tuple[Labels, float]]:
+    seconds = snapshot.costs.prefill_s_per_token
+    return [] if seconds is None else [((), seconds)]
+
+
+def _decisions(snapshot: Snapshot) -> Iterable[tuple[Labels, float]]:
+    counts = snapshot.costs.decisions.items()
+    return [((tier.value, reason), count) for (tier, reason), count in counts]
 
 
 def _tenant_hits(snapshot: Snapshot) -> Iterable[tuple[Labels, float]]:
@@ -299,6 +319,35 @@ SERIES: Final[tuple[Series, ...]] = (
         "Chunks that another codec packed than the configured one, by reason.",
         _fallbacks,
         ("codec", "reason"),
+    ),
+    _gauge(
+        "kvtier_tier_link_latency_seconds",
+        "Time until a tier answers, as measured.",
+        _links(lambda link: link.latency_s),
+        _TIER,
+    ),
+    _gauge(
+        "kvtier_tier_link_bytes_per_second",
+        "Speed of a tier once it answers, as measured.",
+        _links(lambda link: link.bytes_per_s),
+        _TIER,
+    ),
+    _gauge(
+        "kvtier_move_bytes_per_second",
+        "Speed from DRAM into the engine's blocks, as measured, by codec.",
+        _moves,
+        ("codec",),
+    ),
+    _gauge(
+        "kvtier_prefill_seconds_per_token",
+        "Time to compute the first token of a prompt, as measured; later ones take longer.",
+        _prefill,
+    ),
+    _counter(
+        "kvtier_load_decisions_total",
+        "Runs of tokens of admitted requests, by the tier that has them and what was decided.",
+        _decisions,
+        _REASON,
     ),
     _counter(
         "kvtier_saved_compute_seconds_total",

@@ -19,7 +19,14 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from kvtier.obs.stats import LATENCY_BOUNDS_S, CacheStats, Histogram, TenantCounters, TierStats
+from kvtier.obs.stats import (
+    LATENCY_BOUNDS_S,
+    CacheStats,
+    CostStats,
+    Histogram,
+    TenantCounters,
+    TierStats,
+)
 from kvtier_engine.api.service import RequestCounters
 from kvtier_engine.engine_stats import EngineStats
 
@@ -48,6 +55,11 @@ class Snapshot:
     def tiers(self) -> tuple[TierStats, ...]:
         """The tiers below HBM."""
         return () if self.cache is None else self.cache.tiers
+
+    @property
+    def costs(self) -> CostStats:
+        """What loading and computing are measured to cost."""
+        return CostStats() if self.cache is None else self.cache.costs
 
     @property
     def tenants(self) -> Mapping[str, TenantCounters]:

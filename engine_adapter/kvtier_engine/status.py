@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvtier.obs.stats import CacheStats, Histogram, TenantCounters, TierStats
+from kvtier.obs.stats import CacheStats, CostStats, Histogram, TenantCounters, TierStats
 from kvtier.types import Tier
 from kvtier_engine.api.app import Health
 from kvtier_engine.api.ports import ServedModel
@@ -104,6 +104,7 @@ def stats_of(
             "lost_compute_s": cache.lost_compute_s,
             "events_dropped": cache.events_dropped,
         }
+        report["costs"] = _costs(cache.costs)
     if tenants:
         report["tenants"] = {name: _tenant(each) for name, each in now.tenants.items()}
     return report
@@ -166,6 +167,21 @@ def _figures(tier: TierStats) -> dict[str, Any]:
 def _latency(histogram: Histogram) -> dict[str, Any]:
     quantiles = {name: histogram.quantile(share) for name, share in _QUANTILES.items()}
     return {"count": histogram.count, "total": histogram.total_s, **quantiles}
+
+
+def _costs(costs: CostStats) -> dict[str, Any]:
+    decisions: dict[str, dict[str, int]] = {}
+    for (tier, reason), count in costs.decisions.items():
+        decisions.setdefault(tier.value, {})[reason] = count
+    return {
+        "links": {
+            tier.value: {"latency_s": link.latency_s, "bytes_per_s": link.bytes_per_s}
+            for tier, link in costs.links.items()
+        },
+        "moves_bytes_per_s": dict(costs.moves_bytes_per_s),
+        "prefill_s_per_token": costs.prefill_s_per_token,
+        "decisions": decisions,
+    }
 
 
 def _tenant(counters: TenantCounters) -> dict[str, Any]:
