@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+
+import httpx
 
 from kvtier_engine.serve import Server, build
 from kvtier_engine.settings import load_settings
@@ -15,3 +19,15 @@ def made(folder: Path, *arguments: str) -> Server:
     given = {argument.partition("=")[0] for argument in arguments}
     kept = [each for each in [*small, *tiers] if each.partition("=")[0] not in given]
     return build(load_settings([*kept, *arguments], {}))
+
+
+@asynccontextmanager
+async def running(server: Server) -> AsyncIterator[httpx.AsyncClient]:
+    """Serve in this process; give a client."""
+    app = server.application()
+    transport = httpx.ASGITransport(app=app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+    ):
+        yield client

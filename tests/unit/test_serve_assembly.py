@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from kvtier.constants import HEALTH_BACKOFF_S_MIN
 from kvtier.types import Move
 from kvtier_engine.block_pool import BlockPool
 from kvtier_engine.program import banner
-from kvtier_engine.serve import Server
 from kvtier_engine.types import FinishReason
 from tests.lib.api_harness import RawCall, error_of, events
 from tests.lib.tiny_llama import (
@@ -34,7 +32,7 @@ from tests.lib.tiny_llama import (
     tiny_tensors,
     write_folder,
 )
-from tests.lib.tiny_server import made
+from tests.lib.tiny_server import made, running
 
 #: Long enough for a chunk of eight tokens and a block of four, with one token to compute.
 NINE = [10, 20, 30, 40, 50, 60, 70, 80, 90]
@@ -50,17 +48,6 @@ def tensors() -> Tensors:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tensors: Tensors) -> Path:
     return write_folder(tmp_path_factory.mktemp("tiny"), tiny_config(), tensors)
-
-
-@asynccontextmanager
-async def running(server: Server) -> AsyncIterator[httpx.AsyncClient]:
-    app = server.application()
-    transport = httpx.ASGITransport(app=app)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://test") as client,
-    ):
-        yield client
 
 
 async def complete(
