@@ -96,6 +96,21 @@ class Series:
         return family
 
 
+def counter(name: str, meaning: str, read: Reader, labels: Labels = ()) -> Series:
+    """Return a series that never falls; its name ends in ``_total``."""
+    return Series(name, Kind.COUNTER, meaning, read, labels)
+
+
+def gauge(name: str, meaning: str, read: Reader, labels: Labels = ()) -> Series:
+    """Return a series that goes up and down."""
+    return Series(name, Kind.GAUGE, meaning, read, labels)
+
+
+def histogram(name: str, meaning: str, read: Reader, labels: Labels = ()) -> Series:
+    """Return a series of seconds; its name ends in ``_seconds``."""
+    return Series(name, Kind.HISTOGRAM, meaning, read, labels)
+
+
 class EngineCollector(Collector):
     """Renders a fresh snapshot at every scrape. ``snapshot`` must not block."""
 

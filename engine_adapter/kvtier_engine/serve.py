@@ -37,10 +37,10 @@ from kvtier_engine.cache_link import CacheLink
 from kvtier_engine.core import EngineCore, tell_nobody
 from kvtier_engine.device import device_name
 from kvtier_engine.engine import Engine
+from kvtier_engine.engine_series import ENGINE_SERIES
 from kvtier_engine.held import CacheHeld
 from kvtier_engine.kv_pool import KVPool
 from kvtier_engine.link import Link, NoLink
-from kvtier_engine.metric_series import SERIES, TENANT_SERIES
 from kvtier_engine.options import DtypeChoice
 from kvtier_engine.prometheus import EngineCollector, Snapshot
 from kvtier_engine.refusal import EngineLimits
@@ -48,6 +48,7 @@ from kvtier_engine.runner import ModelRunner
 from kvtier_engine.scheduling import SchedulerConfig
 from kvtier_engine.settings import EngineConfig, Settings
 from kvtier_engine.status import Facts, health_of, is_degraded, stats_of
+from kvtier_engine.tier_series import TENANT_SERIES, TIER_SERIES
 from kvtier_engine.tokenizer import Tokenizer
 from kvtier_engine.weights.load import LoadedModel, kv_layout, load_model
 
@@ -92,8 +93,10 @@ class Server:
         held = None if tiers is None else CacheHeld(tiers.cache, tiers.namespace)
         self._service = Service(engine, self.admission, self._clock, held)
         self._registry = CollectorRegistry()
-        series = SERIES + (TENANT_SERIES if settings.config.tenant_metrics else ())
-        self._registry.register(EngineCollector(self.snapshot, series))
+        tenants = TENANT_SERIES if settings.config.tenant_metrics else ()
+        self._registry.register(
+            EngineCollector(self.snapshot, ENGINE_SERIES + TIER_SERIES + tenants)
+        )
 
     def snapshot(self) -> Snapshot:
         """Return every figure as it stands. On the event loop's thread."""

@@ -24,10 +24,13 @@ from kvtier.obs.stats import (
 )
 from kvtier.types import MissReason, Tier
 from kvtier_engine.api.service import Outcome, RequestCounters
+from kvtier_engine.engine_series import ENGINE_SERIES
 from kvtier_engine.engine_stats import EngineStats
-from kvtier_engine.metric_series import SERIES, TENANT_SERIES
 from kvtier_engine.prometheus import EngineCollector, Kind, Series, Snapshot
+from kvtier_engine.tier_series import TENANT_SERIES, TIER_SERIES
 from kvtier_engine.types import FinishReason
+
+SERIES = ENGINE_SERIES + TIER_SERIES
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 
