@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from kvtier.cache.cost import Judged, Reason
-from kvtier.types import LoadOutcome, MissReason, Tier
+from kvtier.cache.cost import Reason
+from kvtier.types import MissReason, Tier
+from kvtier_engine.request import Request
 from kvtier_engine.types import Why
 
 
-def explain(
-    prompt_tokens: int,
-    found_tokens: int,
-    judged: Iterable[Judged],
-    outcome: LoadOutcome | None,
-) -> tuple[Why, ...]:
-    """Return runs that make up the prompt, in order.
-
-    ``judged`` begins behind the tokens that were found in the pool; ``outcome`` is that of the
-    load that was made of it, None without one.
-    """
-    runs = [Why(0, found_tokens, Tier.HBM, True, Reason.FOUND)]
-    brought = found_tokens if outcome is None else outcome.end_token
+def explain(request: Request) -> tuple[Why, ...]:
+    """Return runs that make up the prompt of a request that is about to run, in order."""
+    found, outcome = request.found_tokens, request.outcome
+    runs = [Why(0, found, Tier.HBM, True, Reason.FOUND)]
+    brought = found if outcome is None else outcome.end_token
     lost = outcome.misses[0].reason if outcome is not None and outcome.misses else None
-    for each in judged:
-        run = each.segment
-        costs = (each.load_s, each.recompute_s)
+    for each in request.choice.judged if request.choice is not None else ():
+        run, costs = each.segment, (each.load_s, each.recompute_s)
         if not each.loaded:
             runs.append(Why(run.start_token, run.end_token, run.tier, False, each.reason, *costs))
             continue
@@ -34,5 +24,5 @@ def explain(
         reason = lost or MissReason.CANCELLED
         runs.append(Why(cut, run.end_token, run.tier, False, reason, *costs))
     end = max(run.end_token for run in runs)
-    runs.append(Why(end, prompt_tokens, None, False, MissReason.ABSENT))
+    runs.append(Why(end, request.prompt_count, None, False, MissReason.ABSENT))
     return tuple(run for run in runs if run.end_token > run.start_token)

@@ -299,8 +299,8 @@ class Scheduler:
             return
         cached = {Tier.HBM: request.found_tokens, **request.loaded_by_tier}
         request.cached_by_tier = {tier: count for tier, count in cached.items() if count}
-        judged = request.choice.judged if request.choice is not None else ()
-        request.why = explain(len(request.tokens), request.found_tokens, judged, request.outcome)
+        if request.spec.explain:
+            request.why = explain(request)
         self.counters.hit_tokens.update(request.cached_by_tier)
         self.counters.admitted_tokens += len(request.tokens)
         self._on_admitted(request)

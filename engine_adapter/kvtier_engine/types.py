@@ -54,7 +54,8 @@ _NEUTRAL = Features()
 class GenerateRequest:
     """One sequence to generate. ``priority``: lower runs first, equal is first come.
 
-    ``features`` are what the tiers' policies are told of the session.
+    ``features`` are what the tiers' policies are told of the session. With ``explain``, ``Usage``
+    says why each token of the prompt was loaded or computed.
     """
 
     request_id: str
@@ -63,6 +64,7 @@ class GenerateRequest:
     cache_salt: str = ""
     priority: int = 0
     features: Features = _NEUTRAL
+    explain: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class Why:
 class Usage:
     """What a request cost. ``cached_by_tier`` counts prompt tokens that were not computed.
 
-    ``why`` says of the whole prompt why; empty until the request first runs.
+    ``why`` says of the whole prompt why; empty until the request first runs, and unless asked for.
     """
 
     prompt_tokens: int

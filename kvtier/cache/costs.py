@@ -101,7 +101,8 @@ class Costs:
         What was measured of it before a restart is better; the first steps are best.
         """
         with self._lock:
-            self._computer = computer
+            if computer != self._computer:
+                self._computer, self._prefill = computer, PrefillPoints()
             self._prefill.guess(tokens, seconds)
             self._adopt_prefill()
 
@@ -162,7 +163,7 @@ class Costs:
         moves = {codec: points.kept() for codec, points in self._moves.items()}
         mine = KeptPrefill(self._prefill.kept(), self._prefill.growth)
         others = {name: each for name, each in self._kept.prefill.items() if name != self._computer}
-        prefill = {**others, self._computer: mine} if mine.points else others
+        prefill = {**others, self._computer: mine} if self._computer and mine.points else others
         return Kept({**self._kept.links, **links}, {**self._kept.moves, **moves}, prefill)
 
     def patience(self, choice: Choice | None) -> Patience | None:

@@ -163,6 +163,7 @@ def build_requests(
             cache_salt=body.cache_salt or "",
             priority=body.priority or 0,
             features=features,
+            explain=bool(hints.explain),
         )
         for number, prompt in enumerate(prompts)
         for choice in range(choices)

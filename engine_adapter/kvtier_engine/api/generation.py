@@ -118,3 +118,20 @@ class UsageTotals:
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(tiers.values()), "kvtier": tiers},
         }
+
+    def why(self) -> list[dict[str, Any]]:
+        """Return why each token of the prompts, of their first choices, was loaded or computed."""
+        return [
+            {
+                "prompt": index // self._choices,
+                "tokens": [each.start_token, each.end_token],
+                "tier": each.tier,
+                "decision": "loaded" if each.loaded else "recomputed",
+                "reason": each.reason,
+                "estimated_load_s": each.load_s,
+                "estimated_recompute_s": each.recompute_s,
+            }
+            for index, usage in sorted(self._latest.items())
+            if index % self._choices == 0
+            for each in usage.why
+        ]

@@ -70,6 +70,7 @@ class StreamOptions(BaseModel):
 class SessionHints(BaseModel):
     """What the client knows of the session's future; ``ttl_s`` and ``pin`` are seconds.
 
+    ``explain`` asks why each token of the prompts was loaded or computed.
     Ours alone, so an unknown name is a mistake.
     """
 
@@ -79,6 +80,7 @@ class SessionHints(BaseModel):
     done: bool | None = None
     ttl_s: Annotated[float, Field(gt=0, le=TTL_S_MAX)] | None = None
     pin: Annotated[float, Field(gt=0, le=PIN_S_MAX)] | None = None
+    explain: bool | None = None
 
 
 class CommonBody(BaseModel):

@@ -151,6 +151,8 @@ class Service:
         if any(each.features.pin_s for each in firsts):
             pinned = sum(self._held.pinned_tokens(each) for each in firsts)
             report["prompt_tokens_details"]["kvtier"]["pinned"] = pinned
+        if call.requests[0].explain:
+            report["kvtier"] = {"why": usage.why()}
         return report
 
     @contextmanager
