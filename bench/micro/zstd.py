@@ -31,7 +31,16 @@ from kvtier.cache.planner import chunk_shape, shard_writers, store_moves
 from kvtier.codecs.zstd import ZstdCodec
 from kvtier.registry import codecs
 from kvtier.testing.pools import Arrangement, TorchPool
-from kvtier.types import DTYPE_BYTES, Blocks, KVLayout, Part, Placement, Slot
+from kvtier.types import (
+    DTYPE_BYTES,
+    Blocks,
+    GroupKind,
+    KVGroup,
+    KVLayout,
+    Part,
+    Placement,
+    Slot,
+)
 from kvtier_engine.attention.paged import plan_attention
 from kvtier_engine.kv_pool import KVPool
 from kvtier_engine.quality.text import read_text
@@ -68,6 +77,16 @@ def computed(tokens: int) -> tuple[KVPool, KVLayout]:
     plan = plan_attention([RowStep(0, tuple(ids.tolist()), 0, blocks, sample=False)], pool)
     positions = torch.arange(tokens)
     loaded.model.forward(ids, positions, plan, pool, positions[:1])
+    return pool, layout
+
+
+def made_up() -> tuple[KVPool, KVLayout]:
+    """Random values in little of a pool: does it run?"""
+    group = KVGroup(GroupKind.FULL, (0, 1), kv_heads=1, k_dim=64, v_dim=64, dtype="float32")
+    layout = KVLayout((group,), chunk_tokens=32)
+    pool = KVPool(layout, block_tokens=BLOCK, capacity_bytes=32 * 1024, device="cpu")
+    for layer in range(2):
+        pool.layer(layer).normal_(generator=torch.Generator().manual_seed(layer))
     return pool, layout
 
 
@@ -194,8 +213,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of KV (1024)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    tokens = 256 if options.smoke else options.tokens
-    pool, layout = computed(tokens)
+    tokens = 32 if options.smoke else options.tokens
+    pool, layout = made_up() if options.smoke else computed(tokens)
     rows = measure(list(cases(pool, layout, tokens)), 1 if options.smoke else options.rounds)
     report(rows)
     if not options.smoke:
