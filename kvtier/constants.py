@@ -146,7 +146,9 @@ UPLOAD_CHUNKS_MAX: Final = 16
 UPLOAD_JOBS_MAX: Final = 2
 UPLOAD_TRIES_MAX: Final = 3
 PREFETCHES_MAX: Final = 64
-PREFETCH_CHUNKS_INFLIGHT: Final = 4
+PREFETCH_CHUNKS_INFLIGHT_MAX: Final = 4
+# Of DRAM, what one prefetch takes at most.
+PREFETCH_SHARE: Final = 0.5
 
 # Write-back: the dirty share of DRAM above which dirty chunks are written, and down to which.
 DIRTY_SHARE_HIGH: Final = 0.5

@@ -15,6 +15,7 @@ from kvtier.cache.match import Ready
 from kvtier.cache.remote_source import Remote
 from kvtier.cache.remotes import Remotes
 from kvtier.cache.shapes import Shapes
+from kvtier.cache.state_log import StateLog
 from kvtier.cache.upload import Uploader
 from kvtier.config import RemoteConfig
 from kvtier.constants import REMOTE_CAPACITY_BYTES
@@ -51,6 +52,8 @@ class RemoteRoom:
     ) -> None:
         """``codec`` is the cache's own; see ``Remotes``."""
         self._counters = counters
+        self._clock = clock
+        self._log = StateLog(", ".join(each.scheme for each in opened), "remote")
         remotes = [Remote(each.tier, each.channel) for each in opened]
         for number, each in enumerate(opened):
             if each.config.capacity_bytes:
@@ -111,10 +114,11 @@ class RemoteRoom:
         for uploader in self._uploaders:
             uploader.pump()
 
-    def tick(self) -> None:
-        """Start what is due."""
+    def tick(self) -> str | None:
+        """Start what is due; return what is to be logged."""
         self.remotes.tick()
         self.pump()
+        return self._log.line(*self.remotes.state, self._clock.now())
 
     def flush(self) -> None:
         """From now on write everything, whatever the mode."""
@@ -165,6 +169,11 @@ class OpenedRemote(NamedTuple):
     admission: AdmissionPolicy
     tier: RemoteTier
     channel: Channel
+
+    @property
+    def scheme(self) -> str:
+        """What of its URL may be told: there may be a password in the rest."""
+        return self.config.url.partition("://")[0]
 
 
 def open_remotes(

@@ -1,4 +1,4 @@
-"""What is logged of the disk's state: when it changes, at most once a minute. Pure."""
+"""What is logged of a tier's state: when it changes, at most once a minute. Pure."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from kvtier.constants import LOG_INTERVAL_S
 
 
 class StateLog:
-    """Decides what is logged of one disk. Owned by its cache, used under the cache's lock."""
+    """Decides what is logged of one tier. Owned by its cache, used under the cache's lock."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, tier: str = "disk") -> None:
+        self._name = f"{tier} tier {path}"
         self._told = "ok"
         self._told_s = -math.inf
 
@@ -24,5 +24,5 @@ class StateLog:
             return None
         self._told, self._told_s = state, now
         if state == "ok":
-            return f"disk tier {self._path}: ok again"
-        return f"disk tier {self._path}: {state} ({detail}); requests are answered all the same"
+            return f"{self._name}: ok again"
+        return f"{self._name}: {state} ({detail}); requests are answered all the same"

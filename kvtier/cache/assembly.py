@@ -1,0 +1,236 @@
+"""What a cache is made of, put together in the order in which the parts need each other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from kvtier.cache.below import Below
+from kvtier.cache.cost_keeper import CostKeeper, make_costs
+from kvtier.cache.costs import Costs
+from kvtier.cache.disk_choices import disk_choices, local_files
+from kvtier.cache.disk_room import DiskRoom
+from kvtier.cache.epochs import Epochs
+from kvtier.cache.event_feed import EventFeed
+from kvtier.cache.executor import Executor
+from kvtier.cache.fill import Fill, Filler
+from kvtier.cache.load import LoadContext
+from kvtier.cache.loads import Loads
+from kvtier.cache.lookup import Lookup
+from kvtier.cache.opener import save_epochs_everywhere
+from kvtier.cache.pins import KeptKeys
+from kvtier.cache.plans import OpenPlans
+from kvtier.cache.prefetch import Prefetcher
+from kvtier.cache.remote_room import OpenedRemote, RemoteRoom, open_remotes
+from kvtier.cache.rooms import Rooms
+from kvtier.cache.roots import Roots
+from kvtier.cache.shapes import Shapes
+from kvtier.cache.spans import record_fill
+from kvtier.cache.store import Storer
+from kvtier.cache.tenancy import Tenancy, make_tenancy
+from kvtier.codecs.calibration_copies import CalibrationCopies
+from kvtier.codecs.known import KnownCodecs
+from kvtier.config import CacheConfig
+from kvtier.interfaces import Clock, Connector
+from kvtier.obs.counters import Counters
+from kvtier.obs.events import EventLog
+from kvtier.obs.spans import Spans
+from kvtier.registry import policies
+from kvtier.tiers.arena import Arena
+from kvtier.tiers.disk.files import FileSystem
+from kvtier.tiers.dram import DramTier
+from kvtier.types import KVLayout, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a cache is given. ``files`` None: the operating system's; ``spans`` None: no spans."""
+
+    config: CacheConfig
+    clock: Clock
+    files: FileSystem | None
+    connect: Callable[[str], Connector]
+    spans: Spans | None
+    #: Called in the loop's thread, without the lock.
+    tick: Callable[[], None]
+
+
+@dataclass(slots=True)
+class Medium:
+    """Where bytes lie, and what moves them below DRAM."""
+
+    lock: threading.Lock
+    counters: Counters
+    shapes: Shapes
+    roots: Roots
+    events: EventFeed | None
+    arena: Arena
+    dram: DramTier
+    kept: KeptKeys
+    rooms: Rooms
+    executor: Executor
+    loads: Loads
+    plans: OpenPlans
+
+    @property
+    def log(self) -> EventLog | None:
+        """What is told of the tiers, if anything is."""
+        return self.events.log if self.events is not None else None
+
+
+@dataclass(slots=True)
+class Desks:
+    """What decides: each takes orders of the cache."""
+
+    tenancy: Tenancy
+    costs: Costs
+    cost_keeper: CostKeeper | None
+    below: Below
+    lookup: Lookup
+    storer: Storer
+    prefetcher: Prefetcher
+    loading: LoadContext
+
+
+def make_medium(given: Given) -> Medium:
+    """Map the arena, open the remotes, make the tiers; no thread of the executor ticks yet.
+
+    Raises ``ConfigError``, ``RegistryError`` or ``MissingExtraError``, and then holds nothing.
+    """
+    config, clock, lock = given.config, given.clock, threading.Lock()
+    paths = config.disk.paths if config.disk else ()
+    store = CalibrationCopies(list(map(Path, paths))) if paths else None
+    shapes, counters = Shapes(KnownCodecs(store)), Counters((Tier.DRAM, Tier.DISK, Tier.REMOTE))
+    for name in config.codecs:
+        shapes.codecs.get(name)
+    epochs, rooms = Epochs(len(paths)), Rooms(counters[Tier.DRAM])
+    roots = Roots(epochs, len(paths), lambda: _held_roots(dram, rooms))
+    policy = policies.load(config.policy)
+    choices = disk_choices(config.disk) if config.disk else None
+    arena = Arena(config.dram_bytes, slab_bytes=config.slab_bytes, shared=config.shared)
+    kept = KeptKeys(arena.capacity_bytes, clock)
+    dram = DramTier(arena, policy, clock, rooms.left_dram, kept.keeps)
+    opened = _open_remotes(given, lock, arena)
+    executor = Executor(clock, lanes=len(paths), tick=given.tick)
+    work = (dram, executor, lock, counters, clock, shapes)
+    if config.disk is not None and choices is not None:
+        files = given.files or local_files(arena)
+        rooms.disk = DiskRoom(config.disk, choices, files, *work, epochs, roots)
+    if opened:
+        rooms.remote = RemoteRoom(opened, config.codec, *work)
+    events = EventFeed(lock, epochs, roots.root) if config.events else None
+    medium = Medium(
+        lock=lock,
+        counters=counters,
+        shapes=shapes,
+        roots=roots,
+        events=events,
+        arena=arena,
+        dram=dram,
+        kept=kept,
+        rooms=rooms,
+        executor=executor,
+        loads=Loads(),
+        plans=OpenPlans(),
+    )
+    dram.index.watch(medium.log, Tier.DRAM)
+    if rooms.disk is not None:
+        rooms.disk.tier.index.watch(medium.log, Tier.DISK)
+    if rooms.remote is not None:
+        rooms.remote.watch(medium.log)
+    return medium
+
+
+def make_desks(given: Given, medium: Medium) -> Desks:
+    """Make what decides over the tiers."""
+    config, clock, spans, rooms = given.config, given.clock, given.spans, medium.rooms
+    dram, shapes, counters = medium.dram, medium.shapes, medium.counters
+    tiers = (dram, rooms.disk_tier)
+    costs, cost_keeper = make_costs(
+        config, rooms.disk_tier, medium.lock, clock, shapes, medium.executor
+    )
+    tenancy = _make_tenancy(given, medium)
+
+    def filled(fill: Fill, layout: KVLayout) -> None:
+        if fill.failure is None and not rooms.closed:
+            rooms.spread(fill.record.entry.key, layout)
+        prefetcher.pump()
+
+    record = None if spans is None else partial(record_fill, spans)
+    filler = Filler(dram, medium.lock, counters, clock, shapes, costs, filled, record)
+    remotes = rooms.remote.remotes if rooms.remote is not None else None
+    below = Below(*tiers, remotes, filler, medium.executor, shapes)
+    prefetcher = Prefetcher(dram, below, medium.roots, clock)
+    return Desks(
+        tenancy=tenancy,
+        costs=costs,
+        cost_keeper=cost_keeper,
+        below=below,
+        lookup=Lookup(*tiers, rooms.remote, rooms.writeout, shapes, counters, medium.log),
+        storer=Storer(
+            *tiers,
+            rooms.writeout,
+            rooms.remote,
+            shapes,
+            medium.plans,
+            counters[Tier.DRAM],
+            clock,
+            config.codec,
+            config.disk_codec,
+            config.workers,
+            medium.log,
+            spans,
+            tenancy,
+        ),
+        prefetcher=prefetcher,
+        loading=LoadContext(
+            dram=dram,
+            below=below,
+            lock=medium.lock,
+            clock=clock,
+            workers=config.workers,
+            counters=counters,
+            plans=medium.plans,
+            shapes=shapes,
+            costs=costs,
+            spans=spans,
+        ),
+    )
+
+
+def _make_tenancy(given: Given, medium: Medium) -> Tenancy:
+    disk = medium.rooms.disk
+    openers = disk.openers if disk is not None else ()
+    tenancy = make_tenancy(
+        given.config,
+        medium.lock,
+        given.clock,
+        medium.roots,
+        (medium.dram, medium.kept),
+        (disk.tier, disk.kept) if disk is not None else None,
+        medium.rooms.writeout,
+        medium.rooms.remote,
+        left_disk=disk.left if disk is not None else lambda _: None,
+        end_loads=lambda: medium.loads.end_stale(medium.roots),
+        save=lambda: save_epochs_everywhere(openers),
+    )
+    if disk is not None:
+        disk.writeout.quotas = tenancy.quotas
+    return tenancy
+
+
+def _open_remotes(given: Given, lock: threading.Lock, arena: Arena) -> Sequence[OpenedRemote]:
+    try:
+        return open_remotes(given.config.remotes, given.connect, lock, given.clock)
+    except BaseException:
+        arena.close()
+        raise
+
+
+def _held_roots(dram: DramTier, rooms: Rooms) -> set[bytes]:
+    disk = rooms.disk_tier
+    below = {*disk.index.namespaces, *disk.cold.namespaces} if disk is not None else set()
+    return {*dram.index.namespaces, *below}
