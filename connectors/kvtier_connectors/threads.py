@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Final, TypeVar
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Any, Final, TypeVar
 
-from kvtier.errors import ConnectorUnavailableError
+from kvtier.errors import ConnectorError, ConnectorUnavailableError
 
+_Job = TypeVar("_Job")
 _T = TypeVar("_T")
+Hop = Callable[[Callable[..., Any]], Callable[..., Awaitable[Any]]]
 
 #: Shares of calls that may run or wait for a thread; what comes on top fails rather than waits.
 SHARES_MAX: Final = 256
@@ -89,7 +91,56 @@ class Threads:
             raise asyncio.CancelledError
         return [future.result() for future in futures]
 
+    async def each(
+        self,
+        function: Callable[[_Job, Halt], _T],
+        jobs: Sequence[_Job],
+        *,
+        shares_max: int,
+        hop: Hop | None = None,
+    ) -> list[_T | ConnectorError]:
+        """Do the jobs in as many threads at once; return what comes of each, in their order.
+
+        ``function`` raises nothing but ``ConnectorError``, which is an outcome. ``hop`` takes a
+        function to a thread where the loop's own way is not wanted.
+        """
+        count = min(shares_max, len(jobs))
+        if refusal := self.refusal(count):
+            return [refusal for _ in jobs]
+        halt = Halt()
+        run = (hop or _hop)(_do_share)
+        shares = [run(function, jobs[n::count], halt, executor=self.executor) for n in range(count)]
+        outcomes: list[_T | ConnectorError] = [ConnectorUnavailableError() for _ in jobs]
+        for start, share in enumerate(await self.gather(shares, halt)):
+            outcomes[start::count] = share
+        return outcomes
+
     def close(self) -> None:
         """Take no more shares; those that run are finished."""
         self._closed = True
         self.executor.shutdown(wait=False)
+
+
+def _hop(function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
+    def run(*arguments: Any, executor: Executor) -> Awaitable[Any]:
+        return asyncio.get_running_loop().run_in_executor(executor, function, *arguments)
+
+    return run
+
+
+def _do_share(
+    function: Callable[[_Job, Halt], _T], jobs: Sequence[_Job], halt: Halt
+) -> list[_T | ConnectorError]:
+    """In a thread: do one job after the other, whatever comes of each."""
+    outcomes: list[_T | ConnectorError] = []
+    for job in jobs:
+        try:
+            if halt.is_set():
+                raise ConnectorUnavailableError("the call was given up")
+            outcomes.append(function(job, halt))
+        except ConnectorError as error:
+            # The frames of either hold the caller's buffers.
+            if error.__cause__ is not None:
+                error.__cause__.__traceback__ = None
+            outcomes.append(error.with_traceback(None))
+    return outcomes

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 from aiofiles.os import wrap
 
 from kvtier.config import url_options
-from kvtier.errors import ConfigError, ConnectorError, ConnectorUnavailableError, nearest
+from kvtier.errors import ConfigError, ConnectorError, nearest
 from kvtier.interfaces import ReadOutcome
 from kvtier.types import KeyInfo, ReadRequest, WriteItem
 from kvtier_connectors.files.folder import Folder, translated
@@ -101,16 +101,8 @@ class FileConnector:
         self, function: Callable[[_Job, Halt], _T], jobs: Sequence[_Job]
     ) -> list[_T | ConnectorError]:
         """Do the jobs in at most ``threads`` threads; return the outcomes in their order."""
-        count = min(self._shares_max, len(jobs))
-        if refusal := self._threads.refusal(count):
-            return [refusal for _ in jobs]
-        halt = Halt()
-        run, executor = wrap(_do_share), self._threads.executor
-        shares = [run(function, jobs[n::count], halt, executor=executor) for n in range(count)]
-        outcomes: list[_T | ConnectorError] = [ConnectorUnavailableError() for _ in jobs]
-        for start, share in enumerate(await self._threads.gather(shares, halt)):
-            outcomes[start::count] = share
-        return outcomes
+        guarded = partial(_guarded, function)
+        return await self._threads.each(guarded, jobs, shares_max=self._shares_max, hop=wrap)
 
     async def list(self, prefix: bytes) -> AsyncIterator[KeyInfo]:
         """Walk through the folder, a part at a time.
@@ -123,18 +115,8 @@ class FileConnector:
                 yield info
 
 
-def _do_share(
-    function: Callable[[_Job, Halt], _T], jobs: Sequence[_Job], halt: Halt
-) -> list[_T | ConnectorError]:
-    """In a thread: do one job after the other, whatever comes of each."""
-    outcomes: list[_T | ConnectorError] = []
-    for job in jobs:
-        try:
-            if halt.is_set():
-                raise ConnectorUnavailableError("the call was given up")
-            outcomes.append(function(job, halt))
-        except ConnectorError as error:
-            outcomes.append(error.with_traceback(None))
-        except OSError as error:
-            outcomes.append(translated(error))
-    return outcomes
+def _guarded(function: Callable[[_Job, Halt], _T], job: _Job, halt: Halt) -> _T:
+    try:
+        return function(job, halt)
+    except OSError as error:
+        raise translated(error) from error

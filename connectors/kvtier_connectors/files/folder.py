@@ -64,12 +64,9 @@ _CREATE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 def translated(error: OSError) -> ConnectorError:
-    """Return the outcome that an error of the file system is, with the error as its cause."""
+    """Return the outcome that an error of the file system is."""
     kind = ERRORS.get(error.errno or 0, ConnectorUnavailableError)
-    outcome = kind(f"{error.strerror or error}: {error.filename}" if error.filename else str(error))
-    # Its frames hold the caller's buffers.
-    outcome.__cause__ = error.with_traceback(None)
-    return outcome
+    return kind(f"{error.strerror or error}: {error.filename}" if error.filename else str(error))
 
 
 class Folder:
