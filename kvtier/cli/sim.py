@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from kvtier import registry
 from kvtier.config import parse_size
 from kvtier.sim.reader import read_trace
-from kvtier.sim.report import recommendation, result_table, save_plot
+from kvtier.sim.report import check_plot, recommendation, result_table, save_plot
 from kvtier.sim.shapes import CODEC_BYTES, MODEL_SHAPES, model_shape
 from kvtier.sim.study import (
     EVERYTHING,
@@ -83,6 +83,8 @@ def sim(
         admissions=_names(admission),
         write_bytes_per_day=parse_size(write_bytes_per_day),
     )
+    if plot is not None:
+        check_plot(plot)  # Before the work that would be lost.
     found = _found(traces, plan)
     if plot is not None:
         save_plot(plot, [path.name for path, _, _ in found], [each for _, _, each in found])

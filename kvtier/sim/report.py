@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -122,6 +123,19 @@ def size_text(nbytes: float) -> str:
     unit = "MiB" if nbytes < GIB else "GiB" if nbytes < 1024 * GIB else "TiB"
     amount = nbytes / {"MiB": GIB / 1024, "GiB": GIB, "TiB": 1024 * GIB}[unit]
     return f"{amount:.0f} {unit}" if amount >= 10 else f"{amount:.2g} {unit}"
+
+
+def check_plot(path: Path) -> None:
+    """Raise what ``save_plot`` would for a path, as far as that can be told before."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise import_problem(error, "--plot") from error
+    known = Figure().canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in known:
+        raise ConfigError(f"--plot {path}: allowed are the endings {', '.join(sorted(known))}")
+    if not os.access(path.parent, os.W_OK) or path.is_dir():
+        raise ConfigError(f"--plot {path}: no file can be written there")
 
 
 def save_plot(path: Path, titles: Sequence[str], results: Sequence[Sequence[Result]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -152,7 +153,10 @@ def policy_names() -> list[str]:
 
 
 def parse_capacity(text: str, unique_count: int, raw_bytes: float, chunk_bytes: float) -> int:
-    """Return how many chunks a capacity holds, at least 1: ``5%`` or ``50GiB``."""
+    """Return how many chunks a capacity holds: ``5%``, then at least 1, or ``50GiB``.
+
+    Raises ``ConfigError`` for any other text, and for a size that holds no chunk.
+    """
     allowed = "a share above 0% and at most 100% (5%), or a size with its unit (50GiB)"
     number = text.removesuffix("%")
     if number != text:
@@ -167,7 +171,10 @@ def parse_capacity(text: str, unique_count: int, raw_bytes: float, chunk_bytes: 
     nbytes = parse_size(text) if text[-1:].isalpha() else 0
     if nbytes <= 0:
         raise ConfigError(f"capacity is {text!r}; allowed: {allowed}")
-    return max(1, int(nbytes / chunk_bytes))
+    if nbytes < chunk_bytes:
+        least = math.ceil(chunk_bytes)
+        raise ConfigError(f"capacity is {text!r}; allowed: at least one chunk, {least} bytes")
+    return int(nbytes / chunk_bytes)
 
 
 def session_hints(trace: Trace, right: float, seed: int) -> list[int]:

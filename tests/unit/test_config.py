@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from kvtier.config import (
     CacheConfig,
     DiskConfig,
     Durability,
+    TenantQuota,
     WriteMode,
     format_size,
     from_table,
@@ -233,6 +235,46 @@ def test_a_directory_under_another_spelling_is_refused(again: str) -> None:
     """It would be locked by the first, and half of the bound never used."""
     with pytest.raises(ConfigError, match="each named once"):
         DiskConfig("/kv", more_paths=(again,))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("/kv", "/kv/below"), ("/kv/a/b", "/kv/a"), ("kv", "kv/../kv/x/.")]
+)
+def test_a_directory_inside_another_is_refused(first: str, second: str) -> None:
+    """Each is bounded by itself: what lies below would count twice, or be taken for rubbish."""
+    with pytest.raises(ConfigError, match="none inside another"):
+        DiskConfig(first, more_paths=("/elsewhere", second))
+    assert DiskConfig("/kv", more_paths=("/kv2", "/kv-3")).paths == ("/kv", "/kv2", "/kv-3")
+
+
+@pytest.mark.parametrize("paths", [("/k\0v",), ("/kv", "/k\0v"), ("/kv", "")])
+def test_a_path_that_no_system_takes_is_refused(paths: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"disk\.path"):
+        DiskConfig(paths[0], more_paths=paths[1:])
+
+
+@pytest.mark.parametrize("size", [1e9, 1.5, True, "1GiB", None, -1])
+def test_b113_a_size_is_a_whole_number(size: object) -> None:
+    """Rounded or taken for a truth value, it would be another size than was meant."""
+    given: Any = size
+    for name in ("dram_bytes", "slab_bytes", "tenant_quota_bytes"):
+        with pytest.raises(ConfigError, match=name):
+            CacheConfig(**{"dram_bytes": GIB, name: given})
+    for name in ("capacity_bytes", "write_bytes_per_day"):
+        with pytest.raises(ConfigError, match=f"disk.{name}"):
+            DiskConfig("/kv", **{name: given})
+    with pytest.raises(ConfigError, match="quota_bytes"):
+        TenantQuota("0" * 64, given)
+
+
+def test_quotas_come_from_a_table_and_name_each_tenant_once() -> None:
+    quota = {"tenant": "ab" * 32, "quota_bytes": "1GiB"}
+    table = {"dram_bytes": GIB, "tenant_quota_bytes": "2GiB", "tenant_quotas": [quota]}
+    config = from_table(CacheConfig, table)
+    assert config.tenant_quota_bytes == 2 * GIB
+    assert config.tenant_quotas == (TenantQuota("ab" * 32, GIB),)
+    with pytest.raises(ConfigError, match="each tenant once"):
+        from_table(CacheConfig, {**table, "tenant_quotas": [quota, quota]})
 
 
 def test_a_disk_codec_without_a_name_is_refused() -> None:

@@ -73,6 +73,8 @@ def test_capacities_are_shares_or_bytes() -> None:
     assert parse_capacity("1GiB", 1000, raw, raw) == 16
     assert parse_capacity("1GiB", 1000, raw, int4) == 60
     assert parse_capacity("0.001%", 10, raw, raw) == 1
+    with pytest.raises(ConfigError, match=r"'1KiB'.* at least one chunk, \d+ bytes"):
+        parse_capacity("1KiB", 1000, raw, raw)
 
 
 @pytest.mark.parametrize("text", ["0%", "101%", "x%", "%", "12", "5", "5 parsecs", "0GiB", "-1%"])
@@ -302,10 +304,12 @@ def test_plots_are_drawn(tmp_path: Path) -> None:
 
 def test_a_plot_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     path = written(tmp_path / "trace.jsonl", requests(30))
-    for name in ("out.nothing", "missing/out.png"):
+    (tmp_path / "folder.png").mkdir()
+    for name in ("out.nothing", "out", "missing/out.png", "folder.png"):
         result = sim(path, "--policy", "lru", "--plot", tmp_path / name)
         assert isinstance(result.exception, ConfigError)
         assert name in str(result.exception)
+        assert "replay" not in result.stderr, "it is told before the work that would be lost"
 
 
 def test_bad_input_ends_with_one_clear_line(
