@@ -115,14 +115,17 @@ def _whole(low: int, high: int) -> Callable[[Any], int]:
     return parse
 
 
-def _seconds(value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = -1.0
-    if isinstance(value, bool) or not 0 <= number <= 3600:
-        raise ConfigError("allowed: seconds from 0 to 3600")
-    return number
+def _number(low: float, high: float, what: str) -> Callable[[Any], float]:
+    def parse(value: Any) -> float:
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = low - 1
+        if isinstance(value, bool) or not low <= number <= high:
+            raise ConfigError(f"allowed: {what} from {low:g} to {high:g}")
+        return number
+
+    return parse
 
 
 def _size(low: int) -> Callable[[Any], int]:
@@ -263,8 +266,15 @@ OPTIONS: Final[tuple[Option, ...]] = (
     Option("tenant_metrics", _switch, False, "", "metrics by tenant too, named by a digest"),
     Option("traces", _switch, False, "", "OpenTelemetry spans of matches, loads and stores"),
     Option(
+        "gpu_time_worth",
+        _number(0.01, 100, "a factor"),
+        1.0,
+        "FACTOR",
+        "seconds of waiting that a second of computing is worth",
+    ),
+    Option(
         "drain_seconds",
-        _seconds,
+        _number(0, 3600, "seconds"),
         DRAIN_DEADLINE_S,
         "SECONDS",
         "how long running requests may go on after a signal to stop",

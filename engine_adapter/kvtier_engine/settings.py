@@ -35,7 +35,16 @@ _DISK_ONLY: Final = (
     "disk_codec",
     "durability",
 )
-_CACHE_ONLY: Final = ("dram", "policy", "disk", *_DISK_ONLY, "codec", "kv_events", "traces")
+_CACHE_ONLY: Final = (
+    "dram",
+    "policy",
+    "disk",
+    *_DISK_ONLY,
+    "codec",
+    "gpu_time_worth",
+    "kv_events",
+    "traces",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +82,7 @@ class EngineConfig:
     kv_events: str
     tenant_metrics: bool
     traces: bool
+    gpu_time_worth: float
     drain_seconds: float
 
     def __repr__(self) -> str:
@@ -104,6 +114,7 @@ class EngineConfig:
             disk=disk,
             codec=self.codec,
             policy=self.policy,
+            gpu_time_worth=self.gpu_time_worth,
             tenant_quota_bytes=self.tenant_quota,
             events=bool(self.kv_events),
         )
