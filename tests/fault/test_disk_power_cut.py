@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.cache.encoder import ChunkEncoder
+from kvtier.codecs.zstd import ZstdCodec
 from kvtier.config import Durability
 from kvtier.constants import HEALTH_BACKOFF_S_MAX, JOURNAL_CHANGES_LOGGED
 from kvtier.testing.fault_files import FaultyFiles, FileCrash
@@ -54,7 +56,14 @@ class Story:
         # A cut may undo removals, so that more lies there than the bound until the next open.
         self.power = power(root, shadow, seed=seed)
         self.faulty = FaultyFiles(self.power)
-        self.lab = DiskLab(root, chunks=CHUNKS, shards=2, files=self.faulty, durability=durability)
+        self.lab = DiskLab(
+            root,
+            chunks=CHUNKS,
+            shards=2,
+            files=self.faulty,
+            durability=durability,
+            encoder=ChunkEncoder(ZstdCodec()) if seed % 2 else None,
+        )
         self.written: set[int] = set()
         self.promised: set[int] = set()
         self.seen: Counter[str] = Counter()

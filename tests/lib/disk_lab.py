@@ -11,8 +11,10 @@ import mmap
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from kvtier.cache.encoder import ChunkEncoder
 from kvtier.config import Durability
 from kvtier.errors import KVTierError, ShardError
 from kvtier.policies.lru import LRU
@@ -140,8 +142,10 @@ class DiskLab:
         shards: int = 1,
         durability: Durability = Durability.NONE,
         policy: PolicyFactory = LRU,
+        encoder: ChunkEncoder | None = None,
     ) -> None:
         self.root = str(root)
+        self._encoder = encoder
         self.shards = tuple(ShardId(group, 0, 0) for group in range(shards))
         self.sizes = {shard: geometry_of(shard).shard_bytes for shard in self.shards}
         self.chunk_bytes = sum(self.sizes.values())
@@ -220,7 +224,9 @@ class DiskLab:
         self.sweep()
         self.names.add(name)
         entry = self.entry(name, parent)
-        target = self.tier.reserve(entry, NAMESPACE, CODEC, self.sizes)
+        sizes = {shard: len(data) for shard, data in self._stored(entry).items()}
+        entry = replace(entry, nbytes=sum(sizes.values()))
+        target = self.tier.reserve(entry, NAMESPACE, CODEC, sizes)
         if target is None:
             return False
         chores = self.volume.take_chores()
@@ -239,11 +245,24 @@ class DiskLab:
 
     def write_files(self, target: DiskRecord) -> None:
         """Write the shards of a reserved chunk."""
+        stored = self._stored(target.entry)
         for shard, place in target.places.items():
-            slot = aligned(place.nbytes)
-            fill_slot(slot, target.entry.key, shard)
-            seal(slot, describe(target.entry, shard))
-            self.shard_files.write(place.path, slot)
+            self.shard_files.write(place.path, stored[shard])
+
+    def _stored(self, entry: Entry) -> dict[ShardId, memoryview]:
+        """A chunk's shards, sealed, and encoded where the lab does that."""
+        slots = {shard: aligned(geometry_of(shard).shard_bytes) for shard in self.shards}
+        for shard, slot in slots.items():
+            fill_slot(slot, entry.key, shard)
+            seal(slot, describe(entry, shard))
+        if self._encoder is None:
+            return slots
+        encoded = self._encoder.encode(slots, {shard: describe(entry, shard) for shard in slots})
+        stored = {shard: aligned(nbytes) for shard, nbytes in encoded.sizes.items()}
+        for shard, data in stored.items():
+            data[:] = encoded.shards[shard]
+        self._encoder.give_back(encoded)
+        return stored
 
     def do_chores(self) -> bool:
         """Do what is due between writes."""
@@ -275,11 +294,10 @@ class DiskLab:
 
     def _read_shards(self, source: DiskRecord) -> bool:
         for shard, place in source.places.items():
-            slot = aligned(place.nbytes)
+            slot = aligned(geometry_of(shard).shard_bytes)
+            expected = replace(expect(source.entry.key, shard), stored_bytes=place.nbytes)
             try:
-                self.shard_files.read(
-                    place.path, slot, expect(source.entry.key, shard), lambda _: None
-                )
+                self.shard_files.read(place.path, slot, expected, lambda _: None)
             except ShardError:
                 self.corrupt += 1
                 self.volume.read_succeeded()
