@@ -59,6 +59,7 @@ class Ahead:
         self._shapes = shapes
         self._encoder = encoder
         self._outgoing: dict[ChunkKey, Outgoing] = {}  # In the order of their encoding.
+        self._sealed_bytes = self._stored_bytes = 0  # Of what was encoded so far.
 
     def __len__(self) -> int:
         return len(self._outgoing)
@@ -82,6 +83,10 @@ class Ahead:
         outgoing = next(iter(self._outgoing.values()), None)
         return outgoing if outgoing is not None and outgoing.encoded is not None else None
 
+    def expected_bytes(self, nbytes: int) -> int:
+        """Return about how many bytes a chunk of so many takes below DRAM."""
+        return nbytes * self._stored_bytes // self._sealed_bytes if self._sealed_bytes else nbytes
+
     def pin(self, dirty: Dirty) -> Outgoing:
         """Pin what is written of a dirty chunk."""
         key = dirty.entry.key
@@ -103,6 +108,8 @@ class Ahead:
             with self._lock:
                 if isinstance(outcome, EncodedChunk):
                     outgoing.encoded = outcome
+                    self._sealed_bytes += sum(map(len, slots.values()))
+                    self._stored_bytes += sum(outcome.sizes.values())
                     done(None)
                 else:
                     del self._outgoing[dirty.entry.key]

@@ -38,6 +38,7 @@ class DiskSource:
             record.namespace,
             record.codec,
             record.places.keys(),
+            entry.nbytes,
         )
 
     def hold(self) -> Lease[DiskPlace]:

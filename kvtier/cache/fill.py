@@ -37,7 +37,8 @@ class Hold(Protocol):
 class Origin(NamedTuple):
     """A chunk in a lower tier. ``shards`` are those that lie there; perhaps not all it has.
 
-    ``place`` tells apart those that have one tier.
+    ``place`` tells apart those that have one tier. ``stored_bytes`` are what is read of it, where
+    that is not what it takes in DRAM.
     """
 
     tier: Tier
@@ -48,6 +49,7 @@ class Origin(NamedTuple):
     namespace: bytes
     codec: str
     shards: Collection[ShardId]
+    stored_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +228,7 @@ class Filler:
                 return
             fill.transfer.end(self._clock.now())
             if fill.failure is None:
-                counters.read_bytes += fill.record.entry.nbytes
+                counters.read_bytes += origin.stored_bytes or fill.record.entry.nbytes
                 counters.read_latency.observe(self._clock.now() - fill.started)
                 self._dram.commit(fill.record)
             else:

@@ -129,7 +129,8 @@ class Writeout:
             return False
         nbytes = sum(r.entry.nbytes for r in staged.records) if staged else record.entry.nbytes
         entry = replace(record.entry, nbytes=nbytes, features=features)
-        if not self._admission.offer(entry, now):
+        expected = replace(entry, nbytes=self._ahead.expected_bytes(nbytes))
+        if not self._admission.offer(expected, now):
             return False
         self._dirty[key] = Dirty(entry, layout, next(self._numbers), staged)
         self._dirty_bytes += nbytes

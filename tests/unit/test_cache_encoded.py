@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.admission.everything import Everything
 from kvtier.errors import MissingExtraError
-from kvtier.registry import byte_codecs
+from kvtier.registry import admissions, byte_codecs
 from kvtier.testing.engine_double import wait_until
 from kvtier.tiers.disk.files import LocalFiles
 from kvtier.tiers.disk.verify import Verifier
-from kvtier.types import MissReason, Tier
+from kvtier.types import Entry, MissReason, Tier
 from tests.lib.codec_room import CHUNK, CHUNKS, EXACT, LOSSY, Room, bytes_below
 
 TOKENS = CHUNKS * CHUNK
@@ -59,7 +60,8 @@ def test_fewer_bytes_lie_on_disk_and_are_counted_as_they_are(folder: Path) -> No
     room.close()
     room = Room(folder, "raw", "zstd")
     assert room.load(room.sequence(EXACT)) is not None
-    assert room.cache.stats().tiers[1].used_bytes == disk.used_bytes
+    after = room.cache.stats().tiers[1]
+    assert after.used_bytes == after.counters.read_bytes == disk.used_bytes
     room.close()
 
 
@@ -174,6 +176,34 @@ def test_without_the_extra_it_is_a_miss_and_no_fault_of_the_disk(
     room.close()
     with pytest.raises(MissingExtraError):
         Room(folder, "raw", "zstd")
+
+
+class Counting(Everything):
+    """Wants everything, and notes how many bytes each offer had."""
+
+    def __init__(self, offers: list[int]) -> None:
+        super().__init__(1)
+        self._offers = offers
+
+    def offer(self, entry: Entry, now: float) -> bool:
+        self._offers.append(entry.nbytes)
+        return super().offer(entry, now)
+
+
+def test_an_admission_is_told_about_what_will_be_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a budget of bytes a day is one of bytes on the disk."""
+    offers: list[int] = []
+    monkeypatch.setattr(admissions, "load", lambda _: lambda _: Counting(offers))
+    room = Room(folder, "raw", "zstd")
+    room.store(room.sequence(EXACT))
+    raw_bytes = room.cache.stats().tiers[0].used_bytes // CHUNKS
+    assert offers == [raw_bytes] * CHUNKS
+    room.store(room.sequence(replace(EXACT, tenant_salt="another")))
+    stored = room.cache.stats().tiers[1].used_bytes / (2 * CHUNKS)
+    assert offers[CHUNKS:] == pytest.approx([stored] * CHUNKS, rel=0.05)
+    room.close()
 
 
 def test_a_chunk_of_several_shards_shrinks_as_one(folder: Path) -> None:
