@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import random
 import shutil
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -33,6 +36,7 @@ from kvtier.testing.fault_files import (
 )
 from kvtier.tiers.disk.files import LocalFiles
 from kvtier.types import Placement
+from tests.lib.cache_setup import ErrorLog
 from tests.lib.cache_world import CHUNK, CHUNK_BYTES, NAMESPACES, World, prompt
 from tests.lib.simulation_swarm import CacheSwarm, drawn_cache
 from tests.lib.virtual_time import VirtualTime
@@ -65,10 +69,17 @@ class CacheSimulation:
     """One day of one machine. ``time`` is that of a ``virtual_time`` that is entered."""
 
     def __init__(
-        self, root: str, seed: int, time: VirtualTime, *, every_step: bool = False
+        self,
+        root: str,
+        seed: int,
+        time: VirtualTime,
+        swarm: CacheSwarm | None = None,
+        *,
+        every_step: bool = False,
     ) -> None:
+        """``swarm`` stands in for what the seed draws."""
         self.draws = random.Random(seed)
-        self.swarm: CacheSwarm = drawn_cache(self.draws, every_step=every_step)
+        self.swarm = swarm or drawn_cache(self.draws, every_step=every_step)
         self.folder = Path(root)
         self.time = time
         time.delay_s = self.delay_s
@@ -77,6 +88,7 @@ class CacheSimulation:
         self.seen: Counter[str] = Counter()
         self.disk_is_slow = False
         self.nested = 0
+        self.errors: list[logging.LogRecord] = []
         self.world = self.open()
 
     def open(self) -> World:
@@ -243,10 +255,14 @@ class CacheSimulation:
     def restart(self) -> None:
         """The engine ends and another one starts."""
         self.end()
-        self.world.cache.close(timeout_s=self.draws.choice((0.0, 0.1, 5.0)))
+        self.world.cache.close(timeout_s=self.close_s())
         self.time.next_process()
         self.world = self.open()
         self.seen["restart"] += 1
+
+    def close_s(self) -> float:
+        """How long an engine waits for its cache to close."""
+        return self.draws.choice((0.0, 0.1, 5.0))
 
     def crash(self) -> None:
         """The process dies, perhaps in the middle of a write."""
@@ -285,6 +301,7 @@ class CacheSimulation:
     # What must hold.
 
     def check(self) -> None:
+        assert not self.errors, [record.getMessage() for record in self.errors]
         self.world.check_deadlines()
         if self.draws.random() < 0.05:
             self.world.cache.check_integrity()
@@ -292,10 +309,21 @@ class CacheSimulation:
     def run(self, steps: int) -> None:
         """Run so many steps and come to rest; the same seed does the same again."""
         names, weights = list(self.swarm.weights), list(self.swarm.weights.values())
-        for name in self.draws.choices(names, weights, k=steps):
-            getattr(self, name)()
-            self.check()
-        self.finish()
+        with self.listening():
+            for name in self.draws.choices(names, weights, k=steps):
+                getattr(self, name)()
+                self.check()
+            self.finish()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Hear of what breaks where nobody waits for it."""
+        log, logger = ErrorLog(self.errors), logging.getLogger("kvtier")
+        logger.addHandler(log)
+        try:
+            yield
+        finally:
+            logger.removeHandler(log)
 
     def finish(self) -> None:
         """Everything heals and ends: nothing is left over, and every tier is well again."""
@@ -330,4 +358,5 @@ class CacheSimulation:
         world.check_quiet()
         self.end()
         world.cache.close()
+        assert not self.errors, [record.getMessage() for record in self.errors]
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -136,6 +136,11 @@ class World:
         self.owner: dict[int, Request] = {}  # By plan.
         self.hits: Counter[Tier] = Counter()
         self.seen: Counter[str] = Counter()
+        #: Whether a rank fails at its next plan.
+        self.fails: Callable[[], bool] = lambda: self.draws.random() < 0.02
+        #: Whether a load is weighed against computing, and how long it may take.
+        self.weighs: Callable[[], bool] = lambda: self.draws.random() < 0.3
+        self.patience_s: Callable[[], float] = lambda: self.draws.choice((0.05, 0.5, 2.0))
         self._numbers = 0
 
     # What the engine does.
@@ -175,7 +180,7 @@ class World:
         number = worker.placement.worker
         if self.clock.now() >= plan.deadline:
             result = Result(plan.plan_id, number, ok=False, reason=MissReason.DEADLINE)
-        elif self.draws.random() < 0.02:
+        elif self.fails():
             result = Result(plan.plan_id, number, ok=False, reason=MissReason.WORKER)
             self.seen["worker failed"] += 1
         else:
@@ -266,10 +271,9 @@ class World:
         if match.tokens <= request.start_token:
             return
         choice = None
-        if self.draws.random() < 0.3:
+        if self.weighs():
             choice = self.cache.costs.choose(match, request.start_token, match.tokens)
-        patience_s = self.draws.choice((0.05, 0.5, 2.0))
-        request.deadline = self.clock.now() + patience_s
+        request.deadline = self.clock.now() + self.patience_s()
         request.load = self.cache.begin_load(
             match, request.blocks, deadline=request.deadline, choice=choice
         )

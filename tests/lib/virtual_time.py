@@ -68,11 +68,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.run_until_complete(asyncio.sleep(seconds))
 
     def end(self) -> None:
-        """Cancel all that is left."""
-        left = asyncio.all_tasks(self)
-        for task in left:
-            task.cancel()
-        if left:
+        """Cancel all that is left, once it has begun: what has not would be told of."""
+        while left := asyncio.all_tasks(self):
+            self.run_until_complete(asyncio.sleep(0))
+            for task in left:
+                task.cancel()
             self.run_until_complete(asyncio.wait(left))
         self.close()
 
