@@ -145,6 +145,16 @@ def test_to_tell_anew_in_the_worst_order_comes_to_an_end() -> None:
     assert told(log) == [("cleared", -1), *(("stored", n) for n in range(8) for _ in range(2))]
 
 
+def test_to_ask_for_more_than_may_wait_drops_nothing() -> None:
+    log = EventLog(queued_max=len(Tier) + 1)
+    stores(log, 0, 1)
+    stores(log, 0, 1, tier=Tier.DISK)
+    log.begin_anew()
+    events = [event for _ in range(8) for event in log.take(99)]
+    assert len(events) == 5
+    assert log.dropped_count == 0
+
+
 def test_a_removal_is_never_lost_to_whoever_reads_late() -> None:
     log = EventLog(queued_max=6)
     stores(log, 0, 1)
