@@ -29,7 +29,7 @@ from tests.lib.virtual_time import VirtualTime, virtual_time
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 SERVED_S = 60.0
 #: Of so many calls one is made to fail in a run of normal size; a soak sweeps all of them.
-STRIDES = {"disk": 5, "remote": 2, "worker": 1}
+STRIDES = {"disk": 8, "remote": 4, "worker": 2}
 SWARM = CacheSwarm(
     workers=2,
     dram_chunks=6,
