@@ -158,8 +158,7 @@ class Lab:
     def move(self, shipments: Sequence[Shipment], direction: Direction, way: Way) -> None:
         """Move as a worker does."""
         self.way = way
-        for batch in batches(shipments):
-            self.mover.move(direction, batch, self.idle)
+        self.mover.move(direction, batches(shipments), self.idle)
 
     def gate(self, codec: BlockCodec, way: Way) -> None:
         """The first two chunks: slots and blocks as the reference on the CPU leaves them."""

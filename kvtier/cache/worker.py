@@ -119,13 +119,12 @@ class CacheWorker:
     def _perform_boundary(self, plan: Plan, after: Any) -> Result:
         """Execute one plan; whatever happens becomes its result, because the cache waits for it."""
         worker = self._placement.worker
-        seen: set[object] = set()
         began = self._clock.now()
         try:
-            for batch in self._batches(plan):
-                if self._clock.now() >= plan.deadline:
-                    return Result(plan.plan_id, worker, ok=False, reason=MissReason.DEADLINE)
-                self._ship(plan.direction, batch, after, seen)
+            if not self._ship(plan, after):
+                return Result(plan.plan_id, worker, ok=False, reason=MissReason.DEADLINE)
+            if plan.direction is Direction.STORE:
+                self._teach(plan)
         except CodecError as error:
             return Result(plan.plan_id, worker, False, MissReason.CODEC, str(error))
         except KVTierError as error:
@@ -137,35 +136,38 @@ class CacheWorker:
         moved = _moved(plan, worker, self._clock.now() - began)
         return Result(plan.plan_id, worker, ok=True, moved=moved)
 
-    def _batches(self, plan: Plan) -> Iterator[list[Shipment]]:
-        """Give the worker's moves with their bytes: single, or on CUDA as many as go together."""
-        mine = (move for move in plan.moves if move.worker == self._placement.worker)
-        shipments = (self._shipment(move) for move in mine)
-        if self._mover is not None:
-            yield from batches(shipments)
-            return
-        for shipment in shipments:
-            yield [shipment]
-
     def _shipment(self, move: Move) -> Shipment:
         start = move.slot.offset + move.payload_offset
         payload = self._arena[start : move.slot.offset + move.slot.nbytes]
         return Shipment(self._codecs.get(move.codec), move, payload)
 
-    def _ship(
-        self, direction: Direction, batch: list[Shipment], after: Any, seen: set[object]
-    ) -> None:
+    def _ship(self, plan: Plan, after: Any) -> bool:
+        """Make the worker's moves, on CUDA as many together as go; False after the deadline."""
         assert self._pool is not None, "a plan before a pool"
+
+        def late() -> bool:
+            return self._clock.now() >= plan.deadline
+
+        shipments = map(self._shipment, self._mine(plan))
         if self._mover is not None:
-            self._mover.move(direction, batch, after)
-        else:
-            one_by_one(direction, batch, self._pool)
-        if direction is Direction.STORE:
-            for move in [shipment.move for shipment in batch]:
-                # What is packed a second time, for the disk, teaches nothing new.
-                if (place := (move.shard, move.position_start, move.first_section)) not in seen:
-                    seen.add(place)
-                    self._codecs.observe(self._pool, move)
+            return self._mover.move(plan.direction, batches(shipments), after, late)
+        for shipment in shipments:
+            if late():
+                return False
+            one_by_one(plan.direction, [shipment], self._pool)
+        return True
+
+    def _teach(self, plan: Plan) -> None:
+        """Show codecs that learn what was stored; a second packing, for the disk, is no news."""
+        assert self._pool is not None, "a plan before a pool"
+        seen: set[object] = set()
+        for move in self._mine(plan):
+            if (place := (move.shard, move.position_start, move.first_section)) not in seen:
+                seen.add(place)
+                self._codecs.observe(self._pool, move)
+
+    def _mine(self, plan: Plan) -> Iterator[Move]:
+        return (move for move in plan.moves if move.worker == self._placement.worker)
 
 
 def _moved(plan: Plan, worker: int, seconds: float) -> Moved | None:

@@ -5,14 +5,14 @@ launch moves a stripe of many shards. What is written is the same, bit for bit.
 
 *Order.* A store reads blocks, and a load writes them, after all that the engine had given its
 stream when it asked: ``mark``, called in the engine's thread, names that point. ``move`` returns
-when everything has ended, in failure too. So nothing is written late, and blocks that were loaded
-in part are as good as not loaded: the plan has failed, and the engine, which holds them until it
-knows, computes them.
+when everything has ended, in failure too; the next batch is laid out while one is under way. So
+nothing is written late, and blocks that were loaded in part are as good as not loaded: the plan has
+failed, and the engine, which holds them until it knows, computes them.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
     import torch
 
     from kvtier_kernels.transfer.batch import Batch, Pattern
-    from kvtier_kernels.transfer.lane import Lane, Way
+    from kvtier_kernels.transfer.lane import Lane, Running, Way
     from kvtier_kernels.transfer.stripes import Stripe
 
 #: Bytes and moves of a batch: 2 GiB take 40 ms, which a deadline can wait.
 BATCH_BYTES_MAX: Final = 1 << 31
 BATCH_MOVES_MAX: Final = 256
+#: Batches that the device works on while the host lays out the next one.
+_BATCHES_UNDER_WAY: Final = 1
 #: Kinds of moves whose tables are kept: one for each KV group, codec and cut, as a rule.
 _PATTERNS_MAX: Final = 64
 
@@ -105,12 +107,46 @@ class GpuMover:
         # With its codec, whose id is part of the key.
         self._patterns: OrderedDict[object, tuple[StripedCodec, Pattern]] = OrderedDict()
 
-    def move(self, direction: Direction, shipments: Sequence[Shipment], after: Any) -> None:
-        """Make moves of one kind, as ``batches`` gives them, after ``after``.
+    def move(
+        self,
+        direction: Direction,
+        kinds: Iterable[Sequence[Shipment]],
+        after: Any,
+        late: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Make moves, as ``batches`` gives them, after ``after``; False: it had become ``late``.
 
         Returns at their end. Raises what the codec's ``pack`` and ``unpack`` do; payloads or
         blocks, of all of the moves, are undefined then.
         """
+        under_way: deque[tuple[Shipment, Running]] = deque()
+        lane = self._lanes[direction]
+
+        def finish() -> None:
+            shipment, running = under_way.popleft()
+            if not lane.finish(running):
+                raise CodecError(f"{shipment.codec.name} cannot pack some of the values")
+
+        try:
+            for shipments in kinds:
+                if late():
+                    return False
+                started = self._start(direction, shipments, after)
+                if started is not None:
+                    under_way.append((shipments[0], started))
+                if len(under_way) > _BATCHES_UNDER_WAY:
+                    finish()
+            while under_way:
+                finish()
+            return True
+        finally:
+            for _, running in under_way:
+                lane.finish(running)
+
+    def _start(
+        self, direction: Direction, shipments: Sequence[Shipment], after: Any
+    ) -> Running | None:
+        """Begin with one batch, or have its codec move it, and then it has ended."""
         assert 0 < len(shipments) <= BATCH_MOVES_MAX, "a batch is bounded"
         first = shipments[0]
         way = self._ways(first.codec.name, direction)
@@ -120,13 +156,11 @@ class GpuMover:
         if not isinstance(first.codec, StripedCodec) or (stores_part and not reached):
             # Another's codec; or rows of planes that only the host can place.
             self._by_codec(direction, shipments, after)
-            return
+            return None
         direct = reached and (way.direct or stores_part)
         with as_our_error(first.move):
             batch = self.batch(direction, shipments)
-            done = self._lanes[direction].run(batch, replace(way, direct=direct), after)
-        if not done:
-            raise CodecError(f"{first.codec.name} cannot pack some of the values")
+            return self._lanes[direction].start(batch, replace(way, direct=direct), after)
 
     def _by_codec(self, direction: Direction, shipments: Sequence[Shipment], after: Any) -> None:
         """Have the codec move one after the other, on this direction's stream."""

@@ -71,7 +71,7 @@ def test_the_matrix_is_the_rotation_of_a_run(dim: int) -> None:
     run = codebooks.run_of(dim)
     known = codebooks.matrix(dim, torch.device("cpu")).float()
     values = torch.randint(-9, 9, (known.shape[0], 3), generator=torch.Generator().manual_seed(2))
-    expected = [rotate(part.float()) for part in values.split(run)]
+    expected = [rotate(part.float()) for part in torch.split(values, run)]
     assert torch.equal(known.T @ values.float(), torch.cat(expected))
 
 

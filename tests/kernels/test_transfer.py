@@ -79,16 +79,14 @@ def check(
     expected, found = shipments(codec, moves), shipments(codec, moves, pageable=not reached)
     for shipment in expected:
         codec.pack(reference, shipment.move, shipment.payload)
-    for batch in batches(found):
-        mover.move(Direction.STORE, batch, made_mark())
+    mover.move(Direction.STORE, batches(found), made_mark())
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.payload == theirs.payload
     for one in made:
         one.poison()
     for shipment in expected:
         codec.unpack(shipment.payload, reference, shipment.move)
-    for batch in batches(found):
-        mover.move(Direction.LOAD, batch, made_mark())
+    mover.move(Direction.LOAD, batches(found), made_mark())
     assert pool.snapshot() == reference.snapshot()
 
 
@@ -144,13 +142,13 @@ def test_b16_every_physical_order_of_vllm(order: str) -> None:
     values = torch.randn(source.memory.shape, generator=torch.Generator().manual_seed(11))
     source.memory.copy_(values)
     found = shipments(made, [made_move(made, LAYOUT, blocks) for blocks in CHUNKS])
-    made_mover(source, DIRECT).move(Direction.STORE, found, made_mark())
+    made_mover(source, DIRECT).move(Direction.STORE, [found], made_mark())
     reference = StackedPool(order, "cpu")
     reference.memory.copy_(values)
     for shipment in shipments(made, [shipment.move for shipment in found]):
         made.pack(reference, shipment.move, shipment.payload)
         made.unpack(shipment.payload, reference, shipment.move)
-    made_mover(target, DIRECT).move(Direction.LOAD, found, made_mark())
+    made_mover(target, DIRECT).move(Direction.LOAD, [found], made_mark())
     for layer in range(LAYOUT.layers):
         for part in Part:
             views = [pool.layer_view(0, layer, part).cpu() for pool in (reference, target)]
@@ -235,13 +233,13 @@ def test_b16_what_does_not_fit_is_refused_before_a_byte_is_written() -> None:
     ):
         bad = replace(good, **changes)
         with pytest.raises(LayoutError, match=message):
-            mover.move(Direction.LOAD, shipments(made, [bad]), None)
+            mover.move(Direction.LOAD, [shipments(made, [bad])], None)
     (short,) = shipments(made, [good])
     with pytest.raises(LayoutError, match="shorter than"):
-        mover.move(Direction.LOAD, [replace(short, payload=short.payload[:-1])], None)
+        mover.move(Direction.LOAD, [[replace(short, payload=short.payload[:-1])]], None)
     twice = shipments(made, [good, made_move(made, LAYOUT, CHUNKS[0])])
     with pytest.raises(LayoutError, match="named twice"):
-        mover.move(Direction.LOAD, twice, None)
+        mover.move(Direction.LOAD, [twice], None)
     assert pool.snapshot() == before
 
 
@@ -254,4 +252,4 @@ def test_values_that_cannot_be_packed_fail_the_batch(way: Way) -> None:
     moves = [made_move(made, LAYOUT, blocks) for blocks in CHUNKS]
     pool.layer_view(0, 2, Part.V)[CHUNKS[2][3], 1, 1, 5] = float("nan")
     with pytest.raises(CodecError, match="int8 cannot pack"):
-        mover.move(Direction.STORE, shipments(made, moves), made_mark())
+        mover.move(Direction.STORE, [shipments(made, moves)], made_mark())

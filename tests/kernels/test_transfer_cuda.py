@@ -48,7 +48,7 @@ def pool_for(layout: ShardLayout, block_count: int = 48, device: str = "cuda") -
     return TorchPool([group], block_count=block_count, block_tokens=16, device=device)
 
 
-def in_a_thread(run: Callable[[], None]) -> None:
+def in_a_thread(run: Callable[[], object]) -> None:
     """As a worker does: on none of the engine's streams."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(run).result()
@@ -77,7 +77,7 @@ def test_b01_a_store_has_what_was_written_just_before(name: str) -> None:
                     pool.layer_view(0, layer, Part.K).fill_(nth + 1)
                     pool.layer_view(0, layer, Part.V).fill_(-nth - 1)
                 after = mark(pool)
-            in_a_thread(partial(mover.move, Direction.STORE, [shipment], after))
+            in_a_thread(partial(mover.move, Direction.STORE, [[shipment]], after))
             reference = pool_for(LAYOUT, device="cpu")
             for layer in range(LAYOUT.layers):
                 reference.layer_view(0, layer, Part.K).fill_(nth + 1)
@@ -106,7 +106,7 @@ def test_b02_a_load_comes_after_the_last_reader_of_its_blocks() -> None:
                 keep_busy()
                 seen = view[list(BLOCKS)].clone()
                 after = mark(pool)
-            in_a_thread(partial(mover.move, Direction.LOAD, [shipment], after))
+            in_a_thread(partial(mover.move, Direction.LOAD, [[shipment]], after))
             # In place when the call returns, for whatever stream reads it now.
             assert torch.equal(view[list(BLOCKS)], torch.full_like(seen, nth))
             torch.cuda.synchronize()
@@ -135,16 +135,14 @@ def test_b139_whole_chunks_equal_the_reference(name: str) -> None:
     )
     for shipment in expected:
         made.pack(reference, shipment.move, shipment.payload)
-    for batch in batches(found):
-        mover.move(Direction.STORE, batch, made_mark())
+    mover.move(Direction.STORE, batches(found), made_mark())
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.payload == theirs.payload
         made.unpack(theirs.payload, reference, theirs.move)
     for layer in range(LAYOUT.layers):
         for part in Part:
             pool.layer_view(0, layer, part).fill_(float("nan"))
-    for batch in batches(found):
-        mover.move(Direction.LOAD, batch, made_mark())
+    mover.move(Direction.LOAD, batches(found), made_mark())
     assert pool.snapshot() == reference.snapshot()
 
 
@@ -157,7 +155,7 @@ def test_b141_twenty_encodes_are_identical(name: str) -> None:
     try:
         found: set[bytes] = set()
         for _ in range(20):
-            mover.move(Direction.STORE, [shipment], made_mark())
+            mover.move(Direction.STORE, [[shipment]], made_mark())
             found.add(bytes(memory))
         assert len(found) == 1
     finally:
@@ -179,11 +177,11 @@ def test_offsets_beyond_two_to_the_31st(name: str) -> None:
     (expected,), (found,) = shipments(made, [theirs], pageable=True), shipments(made, [ours])
     made.pack(few, theirs, expected.payload)
     mover = cuda_mover(pool)
-    mover.move(Direction.STORE, [found], made_mark())
+    mover.move(Direction.STORE, [[found]], made_mark())
     assert found.payload == expected.payload
     made.unpack(expected.payload, few, theirs)
     pool.poison()
-    mover.move(Direction.LOAD, [found], made_mark())
+    mover.move(Direction.LOAD, [[found]], made_mark())
     for part in Part:
         moved = pool.layer_view(0, 0, part)[list(blocks)].cpu()
         assert torch.equal(moved, few.layer_view(0, 0, part))

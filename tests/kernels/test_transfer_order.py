@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -23,6 +25,22 @@ def pool_for() -> TorchPool:
     return TorchPool([group], block_count=24, block_tokens=4, device=DEVICE)
 
 
+def marks(log: list[str], lane: str) -> list[str]:
+    """All that was marked, in order."""
+    found = [line.partition(" mark ") for line in log if line.startswith(lane)]
+    return [
+        number
+        for place, _, number in found
+        if number and "wait" not in place + number and "finish" not in place
+    ]
+
+
+def finished(log: list[str], lane: str) -> list[str]:
+    """The marks that were waited for, in order."""
+    start = f"{lane} finish mark "
+    return [line.removeprefix(start) for line in log if line.startswith(start)]
+
+
 def test_b01_nothing_starts_before_the_mark_and_all_ends_before_the_return() -> None:
     pool = pool_for()
     made = made_codec("raw", LAYOUT)
@@ -30,11 +48,11 @@ def test_b01_nothing_starts_before_the_mark_and_all_ends_before_the_return() -> 
         for direction in Direction:
             log: list[str] = []
             mover = made_mover(pool, way, log=log)
-            mover.move(direction, shipments(made, [made_move(made, LAYOUT, BLOCKS)]), "mark")
+            mover.move(direction, [shipments(made, [made_move(made, LAYOUT, BLOCKS)])], "mark")
             waits = [f"{direction} {queue} wait for mark" for queue in ("kernels", "copies")]
             assert log[:2] == waits
-            ended = log.index(f"{direction} finish")
-            assert all(line == f"{direction} kernels" for line in log[ended + 1 :])
+            assert finished(log, direction) == marks(log, direction)[-2:]
+            assert log[-1].startswith(f"{direction} finish")
 
 
 def test_a_buffer_is_free_again_before_it_is_filled_again() -> None:
@@ -47,13 +65,13 @@ def test_a_buffer_is_free_again_before_it_is_filled_again() -> None:
     log: list[str] = []
     mover = made_mover(pool, STAGED, log=log, staging_bytes=made.section_bytes(layout, 0))
     (shipment,) = shipments(made, [made_move(made, layout, BLOCKS)])
-    mover.move(Direction.STORE, [shipment], None)
+    mover.move(Direction.STORE, [[shipment]], None)
     pool.poison()
-    mover.move(Direction.LOAD, [shipment], None)
+    mover.move(Direction.LOAD, [[shipment]], None)
     assert pool.rows(0, 2, Part.V, BLOCKS).equal(before)
     for first, second in (("store kernels", "store copies"), ("load copies", "load kernels")):
         freed = [line for line in log if line.startswith(f"{second} mark")]
-        assert len(freed) == 3
+        assert len(freed) == 4, "three slices and the end"
         waits = [line for line in log if line.startswith(f"{first} wait for mark")]
         assert waits == [f"{first} wait for {freed[0].removeprefix(f'{second} ')}"]
 
@@ -67,7 +85,7 @@ def test_only_the_host_places_some_rows_in_memory_that_kernels_do_not_reach() ->
     pool.fill_values(4)
     for direction in Direction:
         move = made_move(made, LAYOUT, BLOCKS[:2], rows=(1, 6))
-        mover.move(direction, shipments(made, [move]), "mark")
+        mover.move(direction, [shipments(made, [move])], "mark")
     assert "store copies" not in log
     assert "load copies" in log
 
@@ -81,6 +99,28 @@ def test_b01_values_that_cannot_be_packed_fail_only_when_all_has_ended() -> None
         log: list[str] = []
         with pytest.raises(CodecError, match="int8 cannot pack"):
             made_mover(pool, way, log=log).move(
-                Direction.STORE, shipments(made, [made_move(made, LAYOUT, BLOCKS)]), "mark"
+                Direction.STORE, [shipments(made, [made_move(made, LAYOUT, BLOCKS)])], "mark"
             )
-        assert "store finish" in log
+        assert finished(log, "store") == marks(log, "store")[-2:]
+
+
+def test_the_next_batch_is_started_before_the_last_one_is_waited_for() -> None:
+    """And none is left under way where one fails, or it has become late."""
+    made = made_codec("int8", LAYOUT)
+    for bad, error in ((False, None), (True, CodecError)):
+        pool = pool_for()
+        pool.fill_values(9)
+        if bad:
+            pool.layer_view(0, 2, Part.V)[BLOCKS[3], 1, 1, 5] = float("nan")
+        log: list[str] = []
+        batch = shipments(made, [made_move(made, LAYOUT, BLOCKS)])
+        asked = iter([False, False, False, True])
+        with pytest.raises(error) if error else nullcontext():
+            mover = made_mover(pool, DIRECT, log=log)
+            late = partial(next, asked)
+            assert not mover.move(Direction.STORE, [batch] * 9, "mark", late)
+        waits = [nth for nth, line in enumerate(log) if line == "store kernels wait for mark"]
+        first_end = next(nth for nth, line in enumerate(log) if line.startswith("store finish"))
+        assert waits[1] < first_end
+        assert len(waits) == (2 if bad else 3)
+        assert finished(log, "store") == marks(log, "store")

@@ -74,8 +74,8 @@ class HostQueues:
     def wait(self, mark: object, *, copies: bool) -> None:
         self._log.append(f"{self._name} {'copies' if copies else 'kernels'} wait for {mark}")
 
-    def finish(self) -> None:
-        self._log.append(f"{self._name} finish")
+    def finish(self, mark: object) -> None:
+        self._log.append(f"{self._name} finish {mark}")
         if CUDA:
             torch.cuda.synchronize()
 

@@ -103,4 +103,8 @@ def matrix(dim: int, device: torch.device) -> torch.Tensor:
         turned = torch.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], 2)
         turned = turned.view(run, run)
         width *= 2
-    return torch.block_diag(*[turned] * max(1, _MATRIX_MIN // run)).contiguous().to(device)
+    sides = max(1, _MATRIX_MIN // run)
+    wide = torch.zeros(sides, run, sides, run, dtype=torch.float16)
+    for nth in range(sides):
+        wide[nth, :, nth] = turned
+    return wide.view(sides * run, sides * run).to(device)

@@ -181,7 +181,8 @@ def _integer_codes(
 def _level_codes(
     turned: torch.Tensor, square: torch.Tensor, step: torch.Tensor, book: Levels, known: Factors
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    root = square.float().clamp_(min=1.0).sqrt_()
+    # The square root of torch in float32 is not always the nearest number.
+    root = square.float().clamp_(min=1.0).double().sqrt_().float()
     deviations = root.reciprocal() * known.to_deviations
     places = turned.mul_(deviations).clamp_(-book.largest, book.largest)
     squares = places.square()

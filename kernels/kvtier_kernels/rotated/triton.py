@@ -28,7 +28,9 @@ from kvtier_kernels.transfer.triton import field_rows, launch_section, place
 
 #: Values that a program holds at a time.
 _TILE_VALUES: Final = 8192
-#: The narrowest rows and the fewest of them that tensor cores multiply.
+#: The fewest: Triton 3.6 gets products of smaller tiles wrong.
+_TILE_VALUES_MIN: Final = 4096
+#: The narrowest rows that tensor cores multiply, and the fewest of them.
 _SIDE_MIN: Final = 16
 #: How kernels are compiled: see above.
 OPTIONS: Final = {"num_warps": 4, "enable_fp_fusion": False}
@@ -126,13 +128,13 @@ def constants(piece: Piece, tokens: int) -> dict[str, Any]:
     code, run = piece.code, run_of(piece.dim)
     odd, exponent = factors(piece.dim)
     block_dim = max(_SIDE_MIN, triton.next_power_of_2(piece.dim))
-    rows = min(_TILE_VALUES // block_dim, triton.next_power_of_2(tokens))
+    few = max(_TILE_VALUES_MIN // block_dim, triton.next_power_of_2(tokens))
     known = factors_of(piece.dim, code)
     return {
         "START": piece.start,
         "DIM": piece.dim,
         "BLOCK_DIM": block_dim,
-        "ROWS": max(_SIDE_MIN, rows),
+        "ROWS": max(_SIDE_MIN, min(_TILE_VALUES // block_dim, few)),
         "RUN": run,
         "SIDE": max(_SIDE_MIN, run),
         "HALVINGS": exponent - (run.bit_length() - 1),

@@ -128,7 +128,7 @@ class Batch:
         return self.payloads[shard][start : start + self.pattern.span_bytes(sections)]
 
     def zero_pads(self) -> None:
-        """Set what no stripe writes to zero, in the host's memory: within sections and behind them."""
+        """Set what no stripe writes to zero in the host's memory, in sections and behind them."""
         places = self.pattern.sections
         pads = [(p.offset + start, p.offset + end) for p in places for start, end in p.pads]
         pads += [(p.offset + p.nbytes, p.end) for p in places]

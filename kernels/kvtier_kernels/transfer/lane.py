@@ -8,8 +8,8 @@ buffer and the host. There are two buffers: while a kernel works on one, the oth
             copies            copy 0 |  copy 1 | copy 2
 
 Nothing here runs on the default stream. What a lane does starts after the mark that it is given,
-and ``run`` returns, in success or failure, when all of it has ended: no late write lands in a block
-or a slot that was given to somebody else.
+and ``finish`` returns when all of it has ended: no late write lands in a block or a slot that was
+given to somebody else. A batch may be started while the one before it is under way.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Queues(Protocol):
     def wait(self, mark: Any, *, copies: bool) -> None:
         """Start what a queue is given from now on only when the marked work has ended."""
 
-    def finish(self) -> None:
-        """Wait until both queues are empty."""
+    def finish(self, mark: Any) -> None:
+        """Wait in this thread until the marked work has ended."""
 
     @property
     def handle(self) -> int:
@@ -88,10 +88,9 @@ class CudaQueues:
         """Have a stream wait for an event."""
         self._streams[copies].wait_event(mark)
 
-    def finish(self) -> None:
-        """Sleep until both streams are idle."""
-        for copies in (False, True):
-            self.mark(copies=copies).synchronize()
+    def finish(self, mark: torch.cuda.Event) -> None:
+        """Sleep until then."""
+        mark.synchronize()
 
     @property
     def handle(self) -> int:
@@ -151,6 +150,17 @@ class _Jobs(NamedTuple):
     on_device: torch.Tensor
 
 
+class Running(NamedTuple):
+    """A batch that was started, with all that the device still reads.
+
+    ``failed``, in the host's memory, is not 0 if some values cannot be packed, once all has ended.
+    """
+
+    batch: Batch
+    failed: torch.Tensor
+    marks: tuple[Any, ...]
+
+
 class Lane:
     """Runs batches in one direction. One thread at a time.
 
@@ -163,32 +173,51 @@ class Lane:
         self._packs = packs
         self._staging_bytes = staging_bytes
         self._staging = torch.empty(0, dtype=torch.uint8)
+        # What was last given to each buffer's queues.
+        self._left: list[Any] = [None, None]
+        self._slices = 0
 
-    def run(self, batch: Batch, way: Way, after: Any) -> bool:
-        """Move a batch once the marked work has ended; False: some values cannot be packed.
+    def start(self, batch: Batch, way: Way, after: Any) -> Running:
+        """Begin to move a batch once the marked work has ended.
 
-        Returns when all is done, and raises only then too. Direct ways need payloads that kernels
-        reach, and staged ones whole sections to store. After False or an error, what the batch's
-        targets hold is undefined.
+        Direct ways need payloads that kernels reach, and staged ones whole sections to store.
+        Raises only when nothing of the batch is under way; what its targets hold is undefined then.
         """
         queues = self.queues
         queues.wait(after, copies=False)
         queues.wait(after, copies=True)
-        with queues.run(copies=False):
-            failed = torch.zeros(1, dtype=torch.int32, device=queues.device)
-            blocks = self._on_device(batch.blocks.reshape(-1))
+        told = torch.zeros(1, dtype=torch.int32, pin_memory=queues.device.type == "cuda")
         try:
+            with queues.run(copies=False):
+                failed = torch.zeros(1, dtype=torch.int32, device=queues.device)
+                blocks = self._on_device(batch.blocks.reshape(-1))
             if way.direct:
                 self._direct(batch, way, blocks, failed)
             else:
                 self._staged(batch, way, blocks, failed)
-        finally:
-            queues.finish()
-        if not self._packs:
-            return True
-        batch.zero_pads()
-        with queues.run(copies=False):
-            return not failed.item()
+            with queues.run(copies=False):
+                told.copy_(failed, non_blocking=True)
+        except BaseException:
+            self._wait(self._marks())
+            raise
+        return Running(batch, told, self._marks())
+
+    def finish(self, running: Running) -> bool:
+        """Wait until a batch has ended; False: some values cannot be packed.
+
+        After False, what the batch's targets hold is undefined.
+        """
+        self._wait(running.marks)
+        if self._packs:
+            running.batch.zero_pads()
+        return not running.failed.item()
+
+    def _marks(self) -> tuple[Any, ...]:
+        return tuple(self.queues.mark(copies=copies) for copies in (False, True))
+
+    def _wait(self, marks: tuple[Any, ...]) -> None:
+        for mark in marks:
+            self.queues.finish(mark)
 
     def _direct(self, batch: Batch, way: Way, blocks: torch.Tensor, failed: torch.Tensor) -> None:
         offsets = [place.offset for place in batch.pattern.sections]
@@ -201,11 +230,10 @@ class Lane:
         """Slice by slice, each in the buffer that the slice before the last has left."""
         half = max(self._staging_bytes, *(_lines(place.nbytes) for place in batch.pattern.sections))
         self._make_room(2 * half)
-        left: list[Any] = [None, None]
-        nth = 0
         for shards in _parts(len(batch.payloads)):
             slices = list(_slices(batch.pattern, shards, half))
-            starts = [self._staging.data_ptr() + half * ((nth + n) % 2) for n in range(len(slices))]
+            buffers = [(self._slices + nth) % 2 for nth in range(len(slices))]
+            starts = [self._staging.data_ptr() + half * buffer for buffer in buffers]
             units = [unit for runs in slices for run in runs for unit in run.units]
             bases = [
                 start + place
@@ -215,17 +243,20 @@ class Lane:
             ]
             jobs = self._jobs(batch, units, bases)
             first_row = 0
-            for runs in slices:
+            for buffer, runs in zip(buffers, slices, strict=True):
                 layers = [batch.pattern.sections[n].layers for run in runs for n in run.sections]
                 part = slice(first_row, first_row + sum(map(len, layers)))
                 some = [_Jobs(one.strip, one.table[part], one.on_device[part]) for one in jobs]
                 kernels = partial(self._launch, some, way, batch, blocks, failed)
-                copies = partial(self._copy, batch, runs, half * (nth % 2))
-                left[nth % 2] = self._chain(kernels, copies, left[nth % 2])
-                first_row, nth = part.stop, nth + 1
+                copies = partial(self._copy, batch, runs, half * buffer)
+                self._left[buffer] = self._chain(kernels, copies, self._left[buffer])
+                first_row = part.stop
+            self._slices += len(slices)
 
     def _make_room(self, nbytes: int) -> None:
         if self._staging.numel() < nbytes:
+            if self._slices:
+                self._wait(self._marks())  # The smaller buffers may be in use.
             with self.queues.run(copies=False):
                 device = self.queues.device
                 self._staging = torch.empty(nbytes, dtype=torch.uint8, device=device)
