@@ -1,0 +1,156 @@
+"""The S3 connector keeps the connector contract, against SeaweedFS."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+import kvtier.registry
+from kvtier.errors import ConnectorRefusedError, ConnectorUnavailableError
+from kvtier.interfaces import Connector, Listable
+from kvtier.testing.connector_contract import ConnectorContract, get, get_whole, payload_of, put
+from kvtier.types import KeyInfo, ReadRequest, WriteItem
+from kvtier_connectors.s3.bucket import KEY_BYTES_MAX
+from kvtier_connectors.s3.connector import MULTIPART_BYTES, PIECE_BYTES
+from tests.lib.opened import Opened
+from tests.lib.s3_servers import BUCKET, client, seaweed, use_credentials
+
+LARGE = 2 * PIECE_BYTES + 123
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with seaweed(tmp_path_factory.mktemp("seaweed")) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_credentials(monkeypatch)
+
+
+@pytest.fixture
+async def opened() -> AsyncIterator[Opened]:
+    made = Opened()
+    yield made
+    await made.close_all()
+
+
+@pytest.fixture
+def user(endpoint: str) -> Iterator[Any]:
+    made = client(endpoint)
+    yield made
+    made.close()
+
+
+def url_of(endpoint: str, prefix: str, options: str = "") -> str:
+    return f"s3://{BUCKET}/{prefix}?endpoint={endpoint}&region=us-east-1{options}"
+
+
+@pytest.fixture
+def url(endpoint: str) -> str:
+    """A place in the bucket where nothing is yet."""
+    return url_of(endpoint, uuid.uuid4().hex)
+
+
+class TestS3Connector(ConnectorContract):
+    @pytest.fixture(autouse=True)
+    def _url(self, url: str) -> None:
+        self.url = url
+
+    def make_connector(self) -> Connector:
+        return kvtier.registry.connect(self.url)
+
+
+async def test_ranges_cross_pieces(url: str, opened: Opened) -> None:
+    connector = opened(kvtier.registry.connect(url))
+    data = payload_of(b"key", LARGE)
+    await put(connector, {b"key": data})
+    ranges = [(0, LARGE), (PIECE_BYTES - 5, 10), (7, PIECE_BYTES + 100), (LARGE - 1, 1)]
+    found = await get(connector, [ReadRequest(b"key", offset, n) for offset, n in ranges])
+    assert found == [(n, data[offset : offset + n]) for offset, n in ranges]
+    ((outcome, placed),) = await get(connector, [ReadRequest(b"key", 100, 2 * LARGE)])
+    assert (outcome, placed) == (LARGE - 100, data[100:])
+
+
+async def test_a_very_large_object_is_sent_in_parts(url: str, user: Any, opened: Opened) -> None:
+    connector = opened(kvtier.registry.connect(url))
+    data = bytes(range(251)) * (MULTIPART_BYTES // 251 + 1) + b"end"
+    await put(connector, {b"key": data})
+    assert await get_whole(connector, {b"key": len(data)}) == [data]
+    assert "Uploads" not in user.list_multipart_uploads(Bucket=BUCKET)
+
+
+async def test_b44_what_another_user_deletes_is_a_miss(url: str, user: Any, opened: Opened) -> None:
+    connector = opened(kvtier.registry.connect(url))
+    await put(connector, {b"key": b"data"})
+    prefix = url.partition("?")[0].rpartition("/")[2]
+    (found,) = user.list_objects_v2(Bucket=BUCKET, Prefix=prefix)["Contents"]
+    user.delete_object(Bucket=BUCKET, Key=found["Key"])
+    assert await get_whole(connector, {b"key": 4}) == [None]
+    assert await connector.contains([b"key"]) == [False]
+    await put(connector, {b"key": b"newer"})
+    assert await get_whole(connector, {b"key": 5}) == [b"newer"]
+
+
+async def test_if_absent_keeps_what_is_there(endpoint: str, opened: Opened) -> None:
+    place = url_of(endpoint, uuid.uuid4().hex, "&if_absent=yes")
+    connector = opened(kvtier.registry.connect(place))
+    await put(connector, {b"key": b"first"})
+    await put(connector, {b"key": b"other"})
+    assert await get_whole(connector, {b"key": 5}) == [b"first"]
+
+
+async def test_list_by_prefix_page_by_page(url: str, user: Any, opened: Opened) -> None:
+    connector = opened(kvtier.registry.connect(url))
+    assert isinstance(connector, Listable)
+    sizes = {b"a1": 5, b"a2": 0, b"b": 3, b"": 1}
+    await put(connector, {key: bytes(nbytes) for key, nbytes in sizes.items()})
+    prefix = url.partition("?")[0].rpartition("/")[2]
+    user.put_object(Bucket=BUCKET, Key=f"{prefix}/readme.txt", Body=b"other")
+    found = [info async for info in connector.list(b"a")]
+    assert sorted(found, key=lambda info: info.key) == [KeyInfo(b"a1", 5), KeyInfo(b"a2", 0)]
+    assert {info.key: info.nbytes async for info in connector.list(b"")} == sizes
+
+
+async def test_the_longest_key_fits_and_a_longer_one_is_refused(url: str, opened: Opened) -> None:
+    connector = opened(kvtier.registry.connect(url))
+    longest, longer = b"k" * KEY_BYTES_MAX, b"k" * (KEY_BYTES_MAX + 1)
+    items = [WriteItem(key, memoryview(b"data")) for key in (longest, longer)]
+    stored, refused = await connector.write(items)
+    assert stored is None
+    assert isinstance(refused, ConnectorRefusedError)
+    assert await get_whole(connector, {longest: 4, longer: 4}) == [b"data", None]
+    await connector.delete([longer, longest])
+    assert await connector.contains([longest, longer]) == [False, False]
+
+
+async def test_wrong_credentials_are_a_refusal(
+    url: str, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret")
+    connector = opened(kvtier.registry.connect(url))
+    ((outcome, _),) = await get(connector, [ReadRequest(b"key", 0, 4)])
+    assert isinstance(outcome, ConnectorRefusedError)
+    assert "wrong-secret" not in f"{outcome} {outcome.__cause__!r} {connector!r}"
+    (written,) = await connector.write([WriteItem(b"key", memoryview(b"data"))])
+    assert isinstance(written, ConnectorRefusedError)
+    assert await connector.contains([b"key"]) == [False]
+
+
+async def test_a_missing_bucket_is_a_refusal(endpoint: str, opened: Opened) -> None:
+    url = f"s3://no-such-bucket?endpoint={endpoint}&region=us-east-1"
+    connector = opened(kvtier.registry.connect(url))
+    ((outcome, _),) = await get(connector, [ReadRequest(b"key", 0, 4)])
+    assert isinstance(outcome, ConnectorRefusedError)
+
+
+async def test_after_close_outcomes_are_errors(url: str) -> None:
+    connector = kvtier.registry.connect(url)
+    await put(connector, {b"key": b"data"})
+    await connector.close()
+    ((outcome, _),) = await get(connector, [ReadRequest(b"key", 0, 4)])
+    assert isinstance(outcome, ConnectorUnavailableError)
