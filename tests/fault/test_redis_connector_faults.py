@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -20,7 +22,7 @@ from kvtier.errors import (
     ConnectorTimeoutError,
     ConnectorUnavailableError,
 )
-from kvtier.interfaces import Connector
+from kvtier.interfaces import Connector, Listable
 from kvtier.testing.connector_contract import get, get_whole, payload_of, put
 from kvtier.types import ReadRequest, WriteItem
 from kvtier_connectors.redis.errors import ERRORS, REPLIES, reply_error, translated
@@ -310,6 +312,36 @@ async def test_a_wrong_password_is_a_refusal_that_does_not_tell_it(
             assert "secret" not in f"{outcome} {outcome!r} {outcome.__cause__!r} {connector!r}"
             assert isinstance(await write_one(connector, b"key", b""), ConnectorRefusedError)
             assert await connector.contains([b"key"]) == [False]
+
+
+async def test_a_user_who_may_do_what_the_guide_says_can_do_all(
+    server: RedisServer, opened: Opened
+) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "connectors.md").read_text()
+    rights = " ".join(re.findall(r"`((?:\+[a-z|]+ ?)+)`", guide)).split()
+    assert "+getdel" in rights
+    operator: Any
+    with server.client() as operator:
+        words = ("kv", "reset", "on", ">word", "~kvtier:*", *rights)
+        operator.execute_command("ACL SETUSER", *words)
+    url = f"redis://kv:word@127.0.0.1:{server.port}"
+    connector = opened(kvtier.registry.connect(url))
+    for nbytes in (10, LARGE, LARGE + 1):
+        await put(connector, {b"key": payload_of(b"key", nbytes)})
+        assert await read_one(connector, b"key", nbytes) == payload_of(b"key", nbytes)
+    assert await connector.contains([b"key"]) == [True]
+    assert isinstance(connector, Listable)
+    assert [info.key async for info in connector.list(b"")] == [b"key"]
+    with server.client() as client:
+        client.delete(names_in(client)[1])
+    assert await read_one(connector, b"key", LARGE) is None
+    assert await connector.contains([b"key"]) == [False]
+    await put(connector, {b"key": payload_of(b"key", LARGE)})
+    await connector.delete([b"key"])
+    stranger = opened(kvtier.registry.connect(f"{url}?prefix=other:"))
+    assert isinstance(await read_one(stranger, b"key", 4), ConnectorRefusedError)
+    with server.client() as client:
+        assert names_in(client) == []
 
 
 @pytest.mark.parametrize(
