@@ -16,7 +16,15 @@ from kvtier.cache.encoder import chunk_encoder
 from kvtier.config import Durability, WriteMode, format_size, parse_size
 from kvtier.constants import CHUNK_TOKENS_MAX, GIB, MIB
 from kvtier.errors import ConfigError, MissingExtraError, RegistryError, nearest
-from kvtier.registry import Registry, admissions, byte_codecs, codecs, policies, split_codec
+from kvtier.registry import (
+    Registry,
+    admissions,
+    byte_codecs,
+    codecs,
+    connectors,
+    policies,
+    split_codec,
+)
 from kvtier_engine.api.limits import DRAIN_DEADLINE_S
 
 #: The name under which the bundled model is asked for.
@@ -45,7 +53,10 @@ class DtypeChoice(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option. ``parse`` takes a text, or a TOML value, and raises ``ConfigError``."""
+    """One option. ``parse`` takes a text, or a TOML value, and raises ``ConfigError``.
+
+    One that ``repeats`` may stand several times on the command line; blanks join its texts.
+    """
 
     name: str
     parse: Callable[[Any], Any]
@@ -53,6 +64,7 @@ class Option:
     metavar: str
     help: str
     secret: bool = False
+    repeats: bool = False
 
     @property
     def flag(self) -> str:
@@ -87,6 +99,20 @@ def _directories(value: Any) -> tuple[str, ...]:
     if not paths or len(set(paths)) < len(paths):
         raise ConfigError("allowed: directories by comma, each named once")
     return paths
+
+
+def _urls(value: Any) -> tuple[str, ...]:
+    """Return the URLs of a text with blanks, or of a list."""
+    given = value if isinstance(value, list) else _text(value).split()
+    urls = tuple(_text(url) for url in given)
+    known = connectors.names()
+    for url in urls:
+        scheme, separator, _ = url.partition("://")
+        if not separator or scheme not in known:
+            raise ConfigError(f"allowed: URLs that start with {', '.join(known)} and ://")
+    if not urls or len(set(urls)) < len(urls):
+        raise ConfigError("allowed: URLs, each named once")
+    return urls
 
 
 def _model(value: Any) -> str:
@@ -255,6 +281,25 @@ OPTIONS: Final[tuple[Option, ...]] = (
         "",
         "NAME",
         "the same for the disk; zstd or NAME+zstd: compressed (as --codec)",
+    ),
+    Option(
+        "remote",
+        _urls,
+        (),
+        "URL",
+        "remote tier, as redis://host; may be repeated (none)",
+        secret=True,
+        repeats=True,
+    ),
+    Option(
+        "remote_bytes",
+        _size(0),
+        0,
+        "SIZE",
+        "size of remotes that nobody else writes to (theirs)",
+    ),
+    Option(
+        "remote_mode", _one_of(WriteMode), WriteMode.THROUGH, "MODE", "as --disk-mode, of remotes"
     ),
     Option("weights_id", _weights_id, "", "ID", "declares what the weights are (their digest)"),
     Option(

@@ -127,6 +127,10 @@ def _tier_lines(server: Server) -> Iterator[str]:
             f"disk   {format_size(config.disk_bytes)} in {', '.join(config.disk)}{codec}, "
             f"write-{config.disk_mode}, durability {config.durability}"
         )
+    for url in config.remote:
+        scheme = url.partition("://")[0]  # There may be a password in the rest.
+        size = f", {format_size(config.remote_bytes)}" if config.remote_bytes else ""
+        yield f"remote {scheme}{size}, write-{config.remote_mode}"
     cache = server.snapshot().cache
     for tier in cache.tiers if cache is not None else ():
         if tier.state not in {"ok", "opening"}:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from kvtier.config import CacheConfig, DiskConfig, Durability, WriteMode, format_size
+from kvtier.config import CacheConfig, DiskConfig, Durability, RemoteConfig, WriteMode, format_size
 from kvtier.errors import ConfigError, nearest
 from kvtier.registry import split_codec
 from kvtier_engine.options import (
@@ -35,11 +35,14 @@ _DISK_ONLY: Final = (
     "disk_codec",
     "durability",
 )
+_REMOTE_ONLY: Final = ("remote_bytes", "remote_mode")
 _CACHE_ONLY: Final = (
     "dram",
     "policy",
     "disk",
     *_DISK_ONLY,
+    "remote",
+    *_REMOTE_ONLY,
     "codec",
     "gpu_time_worth",
     "kv_events",
@@ -75,6 +78,9 @@ class EngineConfig:
     durability: Durability
     codec: str
     disk_codec: str
+    remote: tuple[str, ...]
+    remote_bytes: int
+    remote_mode: WriteMode
     weights_id: str
     tenant_quota: int
     no_cache: bool
@@ -112,6 +118,9 @@ class EngineConfig:
         return CacheConfig(
             dram_bytes=self.dram,
             disk=disk,
+            remotes=tuple(
+                RemoteConfig(url, self.remote_bytes, mode=self.remote_mode) for url in self.remote
+            ),
             codec=self.codec,
             policy=self.policy,
             gpu_time_worth=self.gpu_time_worth,
@@ -190,9 +199,11 @@ def _from_arguments(arguments: Sequence[str]) -> dict[str, Any]:
             hint = nearest(flag, [*flags, "--config", "--help", "--version"])
             raise ConfigError(f"unknown option {flag}{hint}; --help lists them")
         name = "config" if flag == "--config" else flags[flag].name
-        if name in given:
+        option = flags.get(flag)
+        told = _value_of(option, flag, value if equals else None, rest)
+        if name in given and not (option is not None and option.repeats):
             raise ConfigError(f"{flag} is given twice")
-        given[name] = _value_of(flags.get(flag), flag, value if equals else None, rest)
+        given[name] = f"{given[name]} {told}" if name in given else told
     return given
 
 
@@ -251,6 +262,12 @@ def _check_together(config: EngineConfig, given: set[str]) -> None:
         for name in _DISK_ONLY:
             if name in given:
                 raise ConfigError(f"{flags[name]} needs --disk PATH")
+    if not config.remote:
+        for name in _REMOTE_ONLY:
+            if name in given:
+                raise ConfigError(f"{flags[name]} needs --remote URL")
+    if config.remote and not config.dram:
+        raise ConfigError("--remote needs --dram above 0: it reads and writes through DRAM")
     if config.disk and not config.dram:
         raise ConfigError("--disk needs --dram above 0: it reads and writes through DRAM")
     if not config.dram and not config.no_cache:

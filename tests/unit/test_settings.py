@@ -290,3 +290,31 @@ def test_what_a_byte_codec_needs_is_asked_for_at_once(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(ConfigError, match=r'--disk-codec.*pip install "kvtier\[zstd\]"'):
         load("--disk", "/x", "--disk-codec", "zstd")
+
+
+def test_remotes_may_be_several_and_are_not_shown() -> None:
+    settings = load(
+        "--remote", "memory://user:secret@a", "--remote=memory://b", "--remote-bytes=1GiB"
+    )
+    cache = settings.config.cache_config()
+    assert cache is not None
+    assert [remote.url for remote in cache.remotes] == ["memory://user:secret@a", "memory://b"]
+    assert cache.remotes[0].capacity_bytes == GIB
+    assert "secret" not in repr(cache) + repr(settings.report())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--remote", "ftp://host"),
+        ("--remote", "memory"),
+        ("--remote", "memory://a", "--remote", "memory://a"),
+        ("--remote-bytes", "1GiB"),
+        ("--remote-mode", "back"),
+        ("--remote", "memory://a", "--no-cache"),
+        ("--remote", "memory://a", "--dram", "0"),
+    ],
+)
+def test_remotes_that_cannot_be_are_refused(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="remote"):
+        load(*arguments)
