@@ -1,6 +1,6 @@
 """Time to first token through the cache against the better of loading and recomputing.
 
-    python bench/e2e/never_slower.py [--smoke] [--threads 1] [--directory DIR]
+    python bench/e2e/never_slower.py [--smoke] [--threads 1] [--longest 4096] [--directory DIR]
 
 The disk's file system is throttled to one rate after the other, slow and fast in turns. At each,
 the first request after the change is timed, then eight small ones pass, then every prefix length
@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -186,11 +186,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--smoke", action="store_true", help="two rates, one length, no row")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--longest", type=int, default=4096, help="leaves out longer prefixes")
     parser.add_argument("--directory", default=None, help="where the disk tier lies (a temporary)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     model = load_model(DEFAULT_MODEL)
     sizes = SMOKE if options.smoke else FULL
+    rounds = {length: count for length, count in sizes.rounds.items() if length <= options.longest}
+    sizes = replace(sizes, rounds=rounds)
     files = ThrottledFiles()
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
         chunk_bytes = 2 * 4 * CHUNK_TOKENS * model.config.layer_count * model.config.kv_heads
