@@ -58,7 +58,7 @@ class Ahead:
         self._lock = lock
         self._shapes = shapes
         self._encoder = encoder
-        self._outgoing: dict[ChunkKey, Outgoing] = {}  # In the order of their encoding.
+        self._outgoing: dict[ChunkKey, Outgoing] = {}
         self._sealed_bytes = self._stored_bytes = 0  # Of what was encoded so far.
 
     def __len__(self) -> int:
@@ -79,9 +79,11 @@ class Ahead:
 
     @property
     def first(self) -> Outgoing | None:
-        """The chunk that is written next; None while that is not encoded."""
-        outgoing = next(iter(self._outgoing.values()), None)
-        return outgoing if outgoing is not None and outgoing.encoded is not None else None
+        """The chunk that is written next, parents first; None while that is not encoded."""
+        if not self._outgoing:
+            return None
+        outgoing = min(self._outgoing.values(), key=lambda each: each.dirty.number)
+        return outgoing if outgoing.encoded is not None else None
 
     def expected_bytes(self, nbytes: int) -> int:
         """Return about how many bytes a chunk of so many takes below DRAM."""
@@ -117,9 +119,9 @@ class Ahead:
 
         self._executor.ahead(lambda: encoder.encode(slots, descriptions), ended)
 
-    def pop(self) -> None:
-        """Hand the first chunk over: it is the caller's to release."""
-        del self._outgoing[next(iter(self._outgoing))]
+    def take(self, outgoing: Outgoing) -> None:
+        """Hand a chunk that is encoded over: it is the caller's to release."""
+        del self._outgoing[outgoing.dirty.entry.key]
 
     def release(self, outgoing: Outgoing) -> None:
         """Give back what a chunk pins and holds; nobody reads it any more."""

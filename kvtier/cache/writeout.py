@@ -237,7 +237,7 @@ class Writeout:
             writable = self._disk.writable()
             if not behind and not writable and self._disk_is_well:
                 return
-            self._ahead.pop()
+            self._ahead.take(outgoing)
             if writable and not behind:
                 self._start(outgoing)
             else:  # Nothing is kept for a disk that fails.
