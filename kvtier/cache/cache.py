@@ -307,6 +307,8 @@ class Cache:
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` where the books do not agree with themselves."""
         with self._lock:
+            if self.events is not None:
+                self.events.log.check_integrity()
             self._medium.dram.check_integrity()
             self._rooms.check_integrity()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,15 @@ from kvtier.keys import encode_tokens
 from kvtier.obs.events import Cleared, Event, Removed, Stored
 from kvtier.testing.engine_double import EngineDouble, wait_until
 from kvtier.types import ChunkKey, Tier
-from tests.lib.cache_setup import BLOCK, CHUNK, CHUNK_BYTES, NAMESPACE, settle, written
+from tests.lib.cache_setup import (
+    BLOCK,
+    CHUNK,
+    CHUNK_BYTES,
+    NAMESPACE,
+    settle,
+    tier_stats,
+    written,
+)
 
 Picture = dict[ChunkKey, set[Tier]]
 
@@ -146,6 +155,30 @@ def test_a_new_reader_is_told_everything(opened: Opened) -> None:
     assert late.read() == before
     assert isinstance(late.events[0], Cleared)
     assert late.tokens == opened.reader.tokens
+
+
+def test_b168_the_picture_is_what_the_tiers_hold(folder: Path, rng: random.Random) -> None:
+    """After stores and loads in any order, with evictions from both tiers."""
+    opened = Opened(folder, dram_chunks=6, disk_chunks=14)
+    for _ in range(40):
+        start = rng.randrange(5) * 1000
+        sequence = opened.engine.sequence(range(start, start + rng.randint(1, 5) * CHUNK))
+        match = opened.engine.match(sequence)
+        if match.hits and rng.random() < 0.5:
+            opened.cache.note_admission(match, 0, sequence.token_count)
+            opened.engine.load(match)
+        else:
+            opened.engine.store(sequence)
+        if rng.random() < 0.3:
+            written(opened.engine)
+            settle(opened.engine)
+            picture = opened.reader.read()
+            for tier in (Tier.DRAM, Tier.DISK):
+                told = sum(tier in tiers for tiers in picture.values())
+                assert told == tier_stats(opened.cache, tier).chunks
+    kinds = {type(event) for event in opened.reader.events}
+    assert kinds == {Stored, Removed}
+    opened.close()
 
 
 def test_without_the_setting_nothing_is_kept(folder: Path) -> None:
