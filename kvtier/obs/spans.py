@@ -6,11 +6,14 @@ is to see that there is none.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from kvtier.errors import ConfigError, MissingExtraError
+
+_log = logging.getLogger(__name__)
 
 Attribute = str | int | float | bool
 
@@ -45,9 +48,21 @@ class OtelSpans:
             )
         self._tracer = trace.get_tracer("kvtier")
         self._wall_ns = wall_ns
+        self.lost_count = 0
 
     def record(self, name: str, seconds: float, attributes: Mapping[str, Attribute]) -> None:
         """Hand over a span."""
+        self._record_boundary(name, seconds, attributes)
+
+    def _record_boundary(
+        self, name: str, seconds: float, attributes: Mapping[str, Attribute]
+    ) -> None:
+        """What a provider or its exporter raises costs the span and nothing else."""
         end = self._wall_ns()
         start = end - int(seconds * 1e9)
-        self._tracer.start_span(name, start_time=start, attributes=attributes).end(end)
+        try:
+            self._tracer.start_span(name, start_time=start, attributes=attributes).end(end)
+        except Exception:
+            if not self.lost_count:
+                _log.exception("a span was lost; others that are lost are counted")
+            self.lost_count += 1

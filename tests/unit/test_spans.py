@@ -121,6 +121,23 @@ def test_seconds_become_the_length_of_a_span(exporter: InMemorySpanExporter) -> 
     assert (span.start_time, span.end_time) == (3_500_000_000, 5_000_000_000)
 
 
+def test_what_the_listener_raises_costs_the_span_alone(
+    exporter: InMemorySpanExporter, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*spans: Any, **how: Any) -> None:
+        raise RuntimeError("no room")
+
+    listener = OtelSpans()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("opentelemetry.sdk.trace.Tracer.start_span", broken)
+        for _ in range(3):
+            listener.record("kvtier.load", 0.5, {})
+    assert listener.lost_count == 3
+    assert len(caplog.records) == 1
+    listener.record("kvtier.load", 0.5, {})
+    assert len(exporter.get_finished_spans()) == 1
+
+
 def test_without_a_provider_nothing_is_lost_in_silence() -> None:
     code = (
         "from kvtier.obs.spans import OtelSpans\n"
