@@ -17,6 +17,8 @@ from kvtier.types import Namespace
 
 # Every call asks for the present epoch; encoding a namespace anew would take longer than a lookup.
 _digest = lru_cache(maxsize=1024)(namespace_digest)
+#: Of so many roots for which there is no room, one has all others looked through.
+_LOOK_EVERY = 1024
 _tenant = lru_cache(maxsize=1024)(tenant_digest)
 
 
@@ -57,6 +59,7 @@ class Roots:
         self._epochs = epochs
         self._held = held
         self._rows: dict[bytes, RootRow] = {}
+        self._crowded = 0  # How many have found no room since there was some.
         self._by_tenant: dict[bytes, set[bytes]] = {}
         # Under which something was stored since the start.
         self._stored: set[bytes] = set()
@@ -146,7 +149,10 @@ class Roots:
 
     def _note(self, root: bytes, row: RootRow) -> None:
         if len(self._rows) >= ROOTS_MAX:
-            self._drop_empty()
+            # Looking through all takes a while: not each time, when it was in vain before.
+            if self._crowded % _LOOK_EVERY == 0:
+                self._drop_empty()
+            self._crowded = self._crowded + 1 if len(self._rows) >= ROOTS_MAX else 0
         if len(self._rows) >= ROOTS_MAX:
             return
         self._rows[root] = row

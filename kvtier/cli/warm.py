@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -37,6 +36,9 @@ _Salt = Annotated[
     Path | None,
     typer.Option(help="File with the cache_salt of all prompts; - reads it from stdin."),
 ]
+_Key = Annotated[
+    str, typer.Option(envvar="KVTIER_API_KEY", show_envvar=False, help="The server's key.")
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -49,12 +51,15 @@ class _Totals:
     pinned_tokens: int = 0
 
 
-def warm(url: _Url, file: _File, salt_file: _Salt = None, json_output: _Json = False) -> None:  # noqa: FBT002
-    """Have prompts computed and stored, so that later requests find them.
-
-    The API key is taken from KVTIER_API_KEY.
-    """
-    totals = _send_all(url, file, salt_file, {})
+def warm(
+    url: _Url,
+    file: _File,
+    salt_file: _Salt = None,
+    api_key: _Key = "",
+    json_output: _Json = False,  # noqa: FBT002
+) -> None:
+    """Have prompts computed and stored, so that later requests find them."""
+    totals = _send_all(url, file, salt_file, api_key, {})
     _tell(totals, json_output=json_output)
 
 
@@ -63,31 +68,35 @@ def pin(
     file: _File,
     seconds: Annotated[float, typer.Option(help="How long they are to stay.")],
     salt_file: _Salt = None,
+    api_key: _Key = "",
     json_output: _Json = False,  # noqa: FBT002
 ) -> None:
-    """Have prompts computed, stored and kept from eviction; exit status 1 unless all of it is.
-
-    The API key is taken from KVTIER_API_KEY.
-    """
+    """Have prompts computed, stored and kept from eviction; exit status 1 unless all of it is."""
     check_pin_seconds("--seconds", seconds)
-    totals = _send_all(url, file, salt_file, {"pin": seconds})
+    totals = _send_all(url, file, salt_file, api_key, {"pin": seconds})
     _tell(totals, json_output=json_output, pinned=True)
     if totals.pinned_tokens < totals.held_tokens:
         raise typer.Exit(1)
 
 
-def _send_all(url: str, file: Path, salt_file: Path | None, hints: dict[str, float]) -> _Totals:
+def _send_all(
+    url: str, file: Path, salt_file: Path | None, api_key: str, hints: dict[str, float]
+) -> _Totals:
     where = urlsplit(url)
     if where.scheme not in ("http", "https") or not where.hostname:
         raise ConfigError(f"--url {url!r}: allowed is http://HOST:PORT or https://HOST:PORT")
     salt = {} if salt_file is None else {"cache_salt": read_salt(salt_file)}
     prompts = [(number, {**body, **salt}) for number, body in _prompts(file)]
+    headers = {"content-type": "application/json"}
+    if api_key:
+        headers["authorization"] = f"Bearer {api_key}"
     totals = _Totals()
     with closing(_connection(where)) as connection, _progress() as progress:
         for number, body in progress.track(prompts, description="warming"):
             if hints:
                 body["kvtier"] = {**body.get("kvtier", {}), **hints}
-            _add(totals, _post(connection, where.path.rstrip("/"), body, f"{file}:{number}"))
+            path = where.path.rstrip("/") + "/v1/kvtier/warm"
+            _add(totals, _post(connection, path, headers, body, f"{file}:{number}"))
     return totals
 
 
@@ -126,13 +135,14 @@ def _connection(where: SplitResult) -> http.client.HTTPConnection:
 
 
 def _post(
-    connection: http.client.HTTPConnection, prefix: str, body: dict[str, Any], where: str
+    connection: http.client.HTTPConnection,
+    path: str,
+    headers: dict[str, str],
+    body: dict[str, Any],
+    where: str,
 ) -> dict[str, Any]:
-    headers = {"content-type": "application/json"}
-    if key := os.environ.get("KVTIER_API_KEY"):
-        headers["authorization"] = f"Bearer {key}"
     try:
-        connection.request("POST", f"{prefix}/v1/kvtier/warm", json.dumps(body), headers)
+        connection.request("POST", path, json.dumps(body), headers)
         response = connection.getresponse()
         data = response.read(_ANSWER_BYTES_MAX)
     except (OSError, http.client.HTTPException) as error:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.constants import PIN_S_MAX, TTL_S_MAX
 from kvtier.types import Features, Hint
 from kvtier_engine.types import GenerateRequest
 from tests.lib.api_fakes import ScriptedEngine
@@ -54,11 +55,11 @@ async def test_hints_reach_the_engine() -> None:
     [
         ({"ttl_s": 0}, "kvtier.ttl_s"),
         ({"ttl_s": -1}, "kvtier.ttl_s"),
-        ({"ttl_s": 1e12}, "kvtier.ttl_s"),
+        ({"ttl_s": TTL_S_MAX * 1.01}, "kvtier.ttl_s"),
         ({"ttl_s": "60"}, "kvtier.ttl_s"),
         ({"pin": True}, "kvtier.pin"),
         ({"pin": 0}, "kvtier.pin"),
-        ({"pin": 1e12}, "kvtier.pin"),
+        ({"pin": PIN_S_MAX * 1.01}, "kvtier.pin"),
         ({"pins": 5}, "kvtier.pins"),
         ({"done": True, "will_continue": True}, "kvtier"),
         ({"done": 1}, "kvtier.done"),

@@ -10,7 +10,14 @@ import pytest
 
 from kvtier.cache.pins import KeptKeys, PinOutcome
 from kvtier.cache.sequence import Sequence
-from kvtier.constants import PIN_S_MAX, PINNED_CHUNKS_MAX
+from kvtier.cache.wishes import Wishes
+from kvtier.constants import (
+    EXPIRING_CHUNKS_MAX,
+    PIN_S_MAX,
+    PINNED_CHUNKS_MAX,
+    PINNED_SHARE_MAX,
+    RECLAIMED_CHUNKS_MAX,
+)
 from kvtier.errors import ConfigError
 from kvtier.policies.lru import LRU
 from kvtier.testing.clock import FakeClock
@@ -177,6 +184,18 @@ def test_pinned_chunks_do_not_give_way_to_a_tenants_own(setup: CacheSetup) -> No
     assert engine.cache.tenants.nbytes("ours") == 6 * CHUNK_BYTES
 
 
+def test_pins_are_bounded_in_bytes() -> None:
+    kept = KeptKeys(1000, FakeClock())
+    first, second = ChunkKey(b"1" * 32), ChunkKey(b"2" * 32)
+    share = int(1000 * PINNED_SHARE_MAX)
+    assert not kept.keep(first, share + 1, b"", 9.0)
+    assert kept.keep(first, share, b"", 9.0)
+    assert kept.nbytes == share
+    assert not kept.keep(second, 1, b"", 9.0)
+    assert kept.drop(first)
+    assert kept.keep(second, 1, b"", 9.0)
+
+
 def test_pins_are_bounded_in_number() -> None:
     kept = KeptKeys(1 << 40, FakeClock())
     keys = [ChunkKey(number.to_bytes(32, "big")) for number in range(PINNED_CHUNKS_MAX + 1)]
@@ -268,6 +287,26 @@ def test_what_others_stored_without_a_time_gets_none(setup: CacheSetup) -> None:
     engine.store(sequence)
     clock.advance(5.0)
     wait_until(lambda: found(engine, range(6 * CHUNK)) == 32, "it leaves what it did not store")
+
+
+def test_times_to_leave_are_bounded_in_number(setup: CacheSetup) -> None:
+    """What comes after so many has no time of its own, and is evicted as anything is."""
+    engine = setup.open(disk_chunks=None)
+    clock, gone = FakeClock(), list[ChunkKey]()
+    wishes = Wishes(clock, engine.cache.pins, lambda key: gone.append(key) is None)
+    sequence = wishing(engine, Features(ttl_s=1.0))
+    keys = [ChunkKey(number.to_bytes(32, "big")) for number in range(EXPIRING_CHUNKS_MAX + 1)]
+    for key in keys:
+        wishes.stored(sequence, Entry(key, None, 1, 0))
+    clock.advance(1.0)
+    steps = 0
+    while len(gone) < EXPIRING_CHUNKS_MAX:
+        before = len(gone)
+        wishes.step()
+        assert 0 < len(gone) - before <= RECLAIMED_CHUNKS_MAX
+        steps += 1
+    wishes.step()
+    assert set(gone) == set(keys[:-1])
 
 
 def test_features_say_nothing_by_default() -> None:
