@@ -9,6 +9,7 @@ import pytest
 
 from kvtier.constants import PIN_S_MAX, TTL_S_MAX
 from kvtier.types import Features, Hint
+from kvtier_engine.api.service import Outcome
 from kvtier_engine.types import GenerateRequest
 from tests.lib.api_fakes import ScriptedEngine
 from tests.lib.api_harness import MODEL, Api, error_of, events
@@ -152,7 +153,7 @@ async def test_what_cannot_be_warmed_is_named(body: dict[str, Any], param: str) 
     assert error_of(await warm(api, **body))["param"] == param
     assert isinstance(api.engine, ScriptedEngine)
     assert not api.engine.requests
-    assert api.service.counters.outcomes["warm", "refused"] == 1
+    assert api.service.counters.outcomes["warm", Outcome.REFUSED] == 1
 
 
 async def test_warming_needs_the_key_too() -> None:

@@ -293,7 +293,12 @@ def test_times_to_leave_are_bounded_in_number(setup: CacheSetup) -> None:
     """What comes after so many has no time of its own, and is evicted as anything is."""
     engine = setup.open(disk_chunks=None)
     clock, gone = FakeClock(), list[ChunkKey]()
-    wishes = Wishes(clock, engine.cache.pins, lambda key: gone.append(key) is None)
+
+    def remove(key: ChunkKey) -> bool:
+        gone.append(key)
+        return True
+
+    wishes = Wishes(clock, engine.cache.pins, remove)
     sequence = wishing(engine, Features(ttl_s=1.0))
     keys = [ChunkKey(number.to_bytes(32, "big")) for number in range(EXPIRING_CHUNKS_MAX + 1)]
     for key in keys:
