@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.cache.cache import Cache
-from kvtier.config import CacheConfig, DiskConfig
+from kvtier.config import CacheConfig, DiskConfig, RemoteConfig
 from kvtier.keys import encode_tokens
 from kvtier.obs.events import Cleared, Event, Removed, Stored
 from kvtier.testing.engine_double import EngineDouble, wait_until
@@ -23,6 +23,7 @@ from tests.lib.cache_setup import (
     tier_stats,
     written,
 )
+from tests.lib.remote_lab import ToyRemote
 
 Picture = dict[ChunkKey, set[Tier]]
 
@@ -66,11 +67,24 @@ def folder(tmp_path: Path) -> Path:
 
 
 class Opened:
-    def __init__(self, folder: Path, *, dram_chunks: int = 8, disk_chunks: int = 32) -> None:
-        disk = DiskConfig(str(folder), disk_chunks * CHUNK_BYTES)
-        dram_bytes = dram_chunks * CHUNK_BYTES
-        config = CacheConfig(dram_bytes=dram_bytes, disk=disk, slab_bytes=4096, events=True)
-        self.cache = Cache(config)
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dram_chunks: int = 8,
+        disk_chunks: int = 32,
+        remote: ToyRemote | None = None,
+        remote_chunks: int = 0,
+    ) -> None:
+        """``remote`` takes the place of the disk; with ``remote_chunks`` nobody else uses it."""
+        config = CacheConfig(
+            dram_bytes=dram_chunks * CHUNK_BYTES,
+            disk=None if remote else DiskConfig(str(folder), disk_chunks * CHUNK_BYTES),
+            remotes=(RemoteConfig("toy://", remote_chunks * CHUNK_BYTES),) if remote else (),
+            slab_bytes=4096,
+            events=True,
+        )
+        self.cache = Cache(config, connect=lambda _: remote or ToyRemote())
         self.engine = EngineDouble(self.cache, NAMESPACE, block_tokens=BLOCK, block_count=96)
         self.reader = Reader(self.cache)
 
@@ -178,6 +192,25 @@ def test_b168_the_picture_is_what_the_tiers_hold(folder: Path, rng: random.Rando
                 assert told == tier_stats(opened.cache, tier).chunks
     kinds = {type(event) for event in opened.reader.events}
     assert kinds == {Stored, Removed}
+    opened.close()
+
+
+def test_what_lies_in_a_remote_of_ones_own_is_told(folder: Path) -> None:
+    remote = ToyRemote()
+    opened = Opened(folder, remote=remote, remote_chunks=4)
+    keys = opened.store(range(3 * CHUNK))
+    assert opened.reader.read() == {key: {Tier.DRAM, Tier.REMOTE} for key in keys}
+    opened.store(range(1000, 1000 + 3 * CHUNK))
+    picture = opened.reader.read()
+    held = tier_stats(opened.cache, Tier.REMOTE).chunks
+    assert sum(Tier.REMOTE in tiers for tiers in picture.values()) == held == 4
+    opened.close()
+
+
+def test_what_others_write_to_is_nobodys_to_tell_of(folder: Path) -> None:
+    opened = Opened(folder, remote=ToyRemote())
+    keys = opened.store(range(2 * CHUNK))
+    assert opened.reader.read() == {key: {Tier.DRAM} for key in keys}
     opened.close()
 
 
