@@ -30,6 +30,7 @@ from kvtier.interfaces import BlockCodec
 from kvtier.testing.calibrations import made_up_calibration
 from kvtier.types import Direction, HeadSlice, Move, Part, ShardId, ShardLayout, Slot
 from kvtier_kernels.transfer.lane import CudaQueues, Lane, Way
+from kvtier_kernels.transfer.stripes import field_alignments
 from kvtier_kernels.transfer.triton import UNLIMITED, launch
 
 HBM: Final = Way(direct=True, programs=UNLIMITED)
@@ -227,7 +228,10 @@ class Lab:
         offsets = [place.offset for place in batch.pattern.sections]
         bases = [int(addresses[shard]) + offsets[section] for section, shard in units]
         jobs = [(strip, batch.table(strip, units, bases)) for strip in batch.pattern.strips]
-        ready = [(s, (table, torch.from_numpy(table).to(self.device))) for s, table in jobs]
+        ready = [
+            (s, (torch.from_numpy(table).to(self.device), field_alignments(s.stripe, table)))
+            for s, table in jobs
+        ]
 
         def run() -> None:
             for strip, both in ready:

@@ -21,11 +21,10 @@ from kvtier_kernels.transfer.triton import UNLIMITED
 #: Rows, warps and tiles in flight, and with how many programs; zeros stand for a kernel's own.
 SHAPES: Final[dict[tuple[int, int, int], tuple[int, ...]]] = {
     (0, 0, 1): (16, 64, UNLIMITED),
-    (128, 8, 1): (32,),
 }
 STAGED_SHAPES: Final[dict[tuple[int, int, int], tuple[int, ...]]] = {
     (0, 0, 1): (16, 32, 64, UNLIMITED),
-    (128, 8, 1): (16, 32),
+    (128, 8, 1): (32,),
 }
 FEW: Final = 32
 

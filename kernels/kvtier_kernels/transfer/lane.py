@@ -23,11 +23,13 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 
 from kvtier_kernels.transfer.batch import Batch, Pattern, Strip
-from kvtier_kernels.transfer.stripes import Stripe, Table
+from kvtier_kernels.transfer.stripes import Stripe, Table, field_alignments
 
 #: Bytes of one of a lane's two buffers.
 STAGING_BYTES: Final = 32 << 20
 
+#: The first slice of a batch is this part of a buffer.
+_FIRST_SHARE: Final = 8
 #: Shards whose jobs are laid out at a time.
 _PART_SHARDS: Final = 16
 _LINE_BYTES: Final = 128
@@ -143,11 +145,21 @@ class _Run(NamedTuple):
 
 
 class _Jobs(NamedTuple):
-    """A strip's table and its copy on the device."""
+    """A strip's table, how its fields are aligned, and the table's copy on the device."""
 
     strip: Strip
-    table: Table
+    aligned: tuple[int, ...]
     on_device: torch.Tensor
+
+
+class _Work(NamedTuple):
+    """A batch, its strips shaped for its way, and what its kernels share on the device."""
+
+    batch: Batch
+    strips: Sequence[Strip]
+    programs: int
+    blocks: torch.Tensor
+    failed: torch.Tensor
 
 
 class Running(NamedTuple):
@@ -191,10 +203,11 @@ class Lane:
             with queues.run(copies=False):
                 failed = torch.zeros(1, dtype=torch.int32, device=queues.device)
                 blocks = self._on_device(batch.blocks.reshape(-1))
-            if way.direct:
-                self._direct(batch, way, blocks, failed)
-            else:
-                self._staged(batch, way, blocks, failed)
+            strips = [
+                replace(strip, stripe=way.shaped(strip.stripe)) for strip in batch.pattern.strips
+            ]
+            work = _Work(batch, strips, way.programs, blocks, failed)
+            self._direct(work) if way.direct else self._staged(work)
             with queues.run(copies=False):
                 told.copy_(failed, non_blocking=True)
         except BaseException:
@@ -219,19 +232,25 @@ class Lane:
         for mark in marks:
             self.queues.finish(mark)
 
-    def _direct(self, batch: Batch, way: Way, blocks: torch.Tensor, failed: torch.Tensor) -> None:
+    def _direct(self, work: _Work) -> None:
+        batch = work.batch
         offsets = [place.offset for place in batch.pattern.sections]
         for shards in _parts(len(batch.payloads)):
             units = [(section, shard) for section in range(len(offsets)) for shard in shards]
             bases = [int(batch.addresses[shard]) + offsets[section] for section, shard in units]
-            self._launch(self._jobs(batch, units, bases), way, batch, blocks, failed)
+            self._launch(work, self._jobs(work, units, bases))
 
-    def _staged(self, batch: Batch, way: Way, blocks: torch.Tensor, failed: torch.Tensor) -> None:
-        """Slice by slice, each in the buffer that the slice before the last has left."""
+    def _staged(self, work: _Work) -> None:
+        """Slice by slice, each in the buffer that the slice before the last has left.
+
+        The first ones are small: until the first has passed, one queue has nothing to do.
+        """
+        batch = work.batch
         half = max(self._staging_bytes, *(_lines(place.nbytes) for place in batch.pattern.sections))
         self._make_room(2 * half)
         for shards in _parts(len(batch.payloads)):
-            slices = list(_slices(batch.pattern, shards, half))
+            small = half // _FIRST_SHARE if not shards.start else half
+            slices = list(_slices(batch.pattern, shards, small, half))
             buffers = [(self._slices + nth) % 2 for nth in range(len(slices))]
             starts = [self._staging.data_ptr() + half * buffer for buffer in buffers]
             units = [unit for runs in slices for run in runs for unit in run.units]
@@ -241,13 +260,13 @@ class Lane:
                 for run in runs
                 for place in run.places(batch.pattern)
             ]
-            jobs = self._jobs(batch, units, bases)
+            jobs = self._jobs(work, units, bases)
             first_row = 0
             for buffer, runs in zip(buffers, slices, strict=True):
                 layers = [batch.pattern.sections[n].layers for run in runs for n in run.sections]
                 part = slice(first_row, first_row + sum(map(len, layers)))
-                some = [_Jobs(one.strip, one.table[part], one.on_device[part]) for one in jobs]
-                kernels = partial(self._launch, some, way, batch, blocks, failed)
+                some = [one._replace(on_device=one.on_device[part]) for one in jobs]
+                kernels = partial(self._launch, work, some)
                 copies = partial(self._copy, batch, runs, half * buffer)
                 self._left[buffer] = self._chain(kernels, copies, self._left[buffer])
                 first_row = part.stop
@@ -262,14 +281,15 @@ class Lane:
                 self._staging = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def _jobs(
-        self, batch: Batch, units: Sequence[tuple[int, int]], bases: Sequence[int]
+        self, work: _Work, units: Sequence[tuple[int, int]], bases: Sequence[int]
     ) -> list[_Jobs]:
         """Jobs of some units, uploaded together, with the units' sections at ``bases``."""
         with self.queues.run(copies=False):
             made: list[_Jobs] = []
-            for strip in batch.pattern.strips:
-                table = batch.table(strip, units, bases)
-                made.append(_Jobs(strip, table, self._on_device(table)))
+            for strip in work.strips:
+                table = work.batch.table(strip, units, bases)
+                aligned = field_alignments(strip.stripe, table)
+                made.append(_Jobs(strip, aligned, self._on_device(table)))
             return made
 
     def _chain(self, kernels: Callable[[], None], copies: Callable[[], None], left: Any) -> Any:
@@ -294,27 +314,20 @@ class Lane:
                 else:
                     staging.copy_(host, non_blocking=True)
 
-    def _launch(
-        self,
-        jobs: Sequence[_Jobs],
-        way: Way,
-        batch: Batch,
-        blocks: torch.Tensor,
-        failed: torch.Tensor,
-    ) -> None:
+    def _launch(self, work: _Work, jobs: Sequence[_Jobs]) -> None:
         from kvtier_kernels.transfer.triton import launch
 
         with self.queues.run(copies=False):
             for one in jobs:
                 launch(
-                    way.shaped(one.strip.stripe),
+                    one.strip.stripe,
                     one.strip.form,
-                    batch.pattern.cut,
-                    (one.table, one.on_device),
-                    blocks,
-                    failed,
+                    work.batch.pattern.cut,
+                    (one.on_device, one.aligned),
+                    work.blocks,
+                    work.failed,
                     packs=self._packs,
-                    programs=way.programs,
+                    programs=work.programs,
                 )
 
     def _on_device(self, numbers: Table) -> torch.Tensor:
@@ -331,23 +344,27 @@ def _parts(shards: int) -> Iterator[range]:
         yield range(start, min(start + _PART_SHARDS, shards))
 
 
-def _slices(pattern: Pattern, shards: range, nbytes_max: int) -> Iterator[list[_Run]]:
-    """Fill buffers of ``nbytes_max`` with runs of sections, shard by shard."""
+def _slices(pattern: Pattern, shards: range, nbytes: int, nbytes_max: int) -> Iterator[list[_Run]]:
+    """Fill buffers with runs of sections, shard by shard.
+
+    The first with ``nbytes``, each next one with twice as much up to ``nbytes_max``, and any with
+    a section at least, which that bounds.
+    """
     runs: list[_Run] = []
     end = 0
     for shard in shards:
         sections = range(len(pattern.sections))
         while sections:
-            room = nbytes_max - end
             counts = range(1, len(sections) + 1)
-            fit = sum(pattern.span_bytes(sections[:count]) <= room for count in counts)
+            fit = sum(pattern.span_bytes(sections[:count]) <= nbytes - end for count in counts)
+            fit = fit if fit or end else 1
             run, sections = _Run(shard, sections[:fit], end), sections[fit:]
             if run.sections:
                 runs.append(run)
                 end = _lines(end + pattern.span_bytes(run.sections))
             if sections:
                 yield runs
-                runs, end = [], 0
+                runs, end, nbytes = [], 0, min(2 * nbytes, nbytes_max)
     yield runs
 
 

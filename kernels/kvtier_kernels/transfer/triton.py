@@ -36,7 +36,6 @@ from kvtier_kernels.transfer.stripes import (
     Cut,
     PoolForm,
     Stripe,
-    Table,
     field_alignments,
     job_rows,
 )
@@ -59,20 +58,20 @@ def launch(
     stripe: Stripe,
     form: PoolForm,
     cut: Cut,
-    jobs: tuple[Table, torch.Tensor],
+    jobs: tuple[torch.Tensor, tuple[int, ...]],
     blocks: torch.Tensor,
     failed: torch.Tensor,
     *,
     packs: bool,
     programs: int = UNLIMITED,
 ) -> None:
-    """Run one stripe's kernel over ``jobs``, a table and its copy on the device.
+    """Run one stripe's kernel over ``jobs``: a table on the device, its fields' alignments.
 
     ``form`` is that of the stripe's part in all layers of the table. ``blocks`` (int64) are the
     block ids that the table's entries point into; ``failed`` (int32) is set to 1 by a kernel that
     cannot pack.
     """
-    table, on_device = jobs
+    table, (first, second, third) = jobs
     rows = stripe.constants["ROWS"]
     tokens = stripe.count(cut)
     tiles = triton.cdiv(tokens, rows)
@@ -81,9 +80,8 @@ def launch(
         return
     steps = [step for area in stripe.areas for step in (area.head_step, area.row_bytes)]
     steps += [0] * (2 * AREAS_MAX - len(steps))
-    first, second, third = field_alignments(stripe, table)
     stripe.kernel[(min(programs, total),)](
-        on_device,
+        table,
         blocks,
         failed,
         total,
@@ -129,7 +127,9 @@ def launch_section(
     both = np.concatenate([table.reshape(-1), np.array(span.block_ids, np.int64)])
     moved = torch.from_numpy(both).to(section.device)
     form = PoolForm.of(stripe, views)
-    launch(stripe, form, cut, (table, moved), moved[table.size :], failed, packs=packs)
+    on_device = moved[: table.size].view(table.shape)
+    jobs = on_device, field_alignments(stripe, table)
+    launch(stripe, form, cut, jobs, moved[table.size :], failed, packs=packs)
 
 
 @triton.jit
