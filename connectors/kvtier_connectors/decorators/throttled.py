@@ -51,6 +51,7 @@ class Throttled(Decorator):
 
     @bytes_per_s.setter
     def bytes_per_s(self, value: float) -> None:
+        """Change the rate; also while transfers are under way."""
         if not value > 0:
             raise ConfigError(f"bytes_per_s is {value}; it must be above 0")
         self._bytes_per_s = value
@@ -62,6 +63,7 @@ class Throttled(Decorator):
 
     @latency_s.setter
     def latency_s(self, value: float) -> None:
+        """Change the latency of later calls."""
         if not value >= 0:
             raise ConfigError(f"latency_s is {value}; it must not be below 0")
         self._latency_s = value

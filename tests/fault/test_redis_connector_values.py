@@ -1,0 +1,152 @@
+"""What Redis may answer that is not ours: other values, other protocols, every error."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from redis import exceptions as redis_errors
+
+import kvtier.registry
+from kvtier.errors import ConnectorDataError, ConnectorError, ConnectorRefusedError
+from kvtier.interfaces import Connector
+from kvtier.testing.connector_contract import get, get_whole, put
+from kvtier.types import ReadRequest, WriteItem
+from kvtier_connectors.redis.errors import ERRORS, REPLIES, reply_error, translated
+from kvtier_connectors.redis.objects import (
+    INLINE_BYTES_MAX,
+    PART_BYTES,
+    Header,
+    encode_header,
+    object_name,
+    part_names,
+)
+from tests.lib.opened import Opened
+from tests.lib.redis_servers import RedisServer, redis_server
+
+LARGE = 3 * PART_BYTES + 123
+NAME = object_name(b"kvtier:", b"key")
+
+
+@pytest.fixture(scope="module")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as made:
+        yield made
+
+
+@pytest.fixture
+def server(shared_server: RedisServer) -> RedisServer:
+    with shared_server.client() as client:
+        client.flushall()
+    return shared_server
+
+
+@pytest.fixture
+async def opened() -> AsyncIterator[Opened]:
+    made = Opened()
+    yield made
+    await made.close_all()
+
+
+async def write_one(connector: Connector, key: bytes, data: bytes) -> ConnectorError | None:
+    (outcome,) = await connector.write([WriteItem(key, memoryview(data))])
+    return outcome
+
+
+async def read_one(connector: Connector, key: bytes, nbytes: int) -> object:
+    ((outcome, data),) = await get(connector, [ReadRequest(key, 0, nbytes)])
+    return data if isinstance(outcome, int) else outcome
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"", b"short", b"x" * 100, b"KVTR\x02" + bytes(31), b"\x80\x04cos\nsystem\n(S'id'\ntR." * 4],
+)
+async def test_b98_what_others_wrote_under_our_name_is_an_error_or_a_miss(
+    server: RedisServer, opened: Opened, value: bytes
+) -> None:
+    connector = opened(kvtier.registry.connect(server.url))
+    with server.client() as client:
+        client.set(NAME, value)
+        found = await read_one(connector, b"key", 100)
+        assert isinstance(found, ConnectorDataError) if value else found is None
+        await put(connector, {b"key": b"data"})
+    assert await get_whole(connector, {b"key": 4}) == [b"data"]
+
+
+async def test_a_value_of_another_type_is_an_error(server: RedisServer, opened: Opened) -> None:
+    connector = opened(kvtier.registry.connect(server.url))
+    with server.client() as client:
+        client.lpush(NAME, b"data")
+    assert isinstance(await read_one(connector, b"key", 4), ConnectorDataError)
+    assert isinstance(await write_one(connector, b"key", b"data"), ConnectorDataError)
+
+
+@pytest.mark.parametrize("delta", [-1, 1, 5000])
+async def test_b78_a_part_of_another_size_is_an_error(
+    server: RedisServer, opened: Opened, delta: int
+) -> None:
+    connector = opened(kvtier.registry.connect(server.url))
+    header = Header(LARGE, PART_BYTES, b"g" * 16)
+    with server.client() as client:
+        client.set(NAME, encode_header(header))
+        for number, name in enumerate(part_names(NAME, header)):
+            size = PART_BYTES if number < 3 else LARGE - 3 * PART_BYTES
+            client.set(name, bytes(size + (delta if number == 1 else 0)))
+    assert isinstance(await read_one(connector, b"key", LARGE), ConnectorDataError)
+
+
+@pytest.mark.parametrize("value", [Header(10, 0, bytes(16)), Header(INLINE_BYTES_MAX + 1, 0, b"")])
+async def test_b78_a_small_object_cut_short_is_an_error(
+    server: RedisServer, opened: Opened, value: Header
+) -> None:
+    connector = opened(kvtier.registry.connect(server.url))
+    with server.client() as client:
+        client.set(NAME, encode_header(value) + b"nine ....")
+    assert isinstance(await read_one(connector, b"key", 10), ConnectorDataError)
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"*1000\r\n", b"$9", b""])
+async def test_b118_a_server_of_another_protocol_is_an_outcome(
+    opened: Opened, answer: bytes
+) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        writer.write(answer)
+        writer.close()
+        await writer.wait_closed()
+
+    other = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = other.sockets[0].getsockname()[1]
+    connector = opened(kvtier.registry.connect(f"redis://127.0.0.1:{port}?timeout_s=5"))
+    assert isinstance(await read_one(connector, b"key", 4), ConnectorError)
+    assert await connector.contains([b"key"]) == [False]
+    other.close()
+    await other.wait_closed()
+
+
+def driver_errors() -> list[type[Exception]]:
+    """Every error class of redis-py that is not a mistake of its caller."""
+    kinds = [kind for _, kind in inspect.getmembers(redis_errors, inspect.isclass)]
+    bases = (redis_errors.RedisError, redis_errors.RedisClusterException)
+    return [kind for kind in kinds if issubclass(kind, bases)]
+
+
+@pytest.mark.parametrize("kind", driver_errors())
+def test_every_error_of_the_driver_has_an_outcome(kind: type[Exception]) -> None:
+    error = kind.__new__(kind)
+    outcome = translated(error)
+    assert isinstance(outcome, ConnectorError)
+    assert outcome.__cause__ is error
+
+
+def test_the_tables_name_connector_errors_and_drivers_errors() -> None:
+    assert all(issubclass(kind, ConnectorError) for kind in ERRORS.values())
+    assert all(issubclass(kind, redis_errors.RedisError) for kind in REPLIES.values())
+    moved = reply_error("MOVED 3999 127.0.0.1:6381")
+    assert isinstance(moved, redis_errors.MovedError)
+    assert (moved.host, moved.port) == ("127.0.0.1", 6381)
+    assert type(reply_error("ERR unknown")) is redis_errors.ResponseError
+    assert isinstance(translated(reply_error("OOM command not allowed")), ConnectorRefusedError)
