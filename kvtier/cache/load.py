@@ -19,7 +19,14 @@ from dataclasses import dataclass
 from kvtier.cache.below import Below
 from kvtier.cache.costs import Choice, Costs
 from kvtier.cache.match import Ready
-from kvtier.cache.pieces import Piece, cut_pieces, layers_arrived, missed, sections_below
+from kvtier.cache.pieces import (
+    Piece,
+    cut_pieces,
+    layers_arrived,
+    missed,
+    sections_below,
+    tokens_by_tier,
+)
 from kvtier.cache.planner import load_moves, needed_groups
 from kvtier.cache.plans import OpenPlans
 from kvtier.cache.progress import gives_up
@@ -290,7 +297,7 @@ class Load:
                 piece.ordered[shard] = max(piece.ordered[shard], some.stop)
                 if shard in moved:
                     sections.append((piece, shard, some))
-                else:  # No worker here reads this shard.
+                elif some:  # No worker here reads this shard.
                     piece.arrived[shard] = piece.ordered[shard]
             if ordered:
                 moves += ordered
@@ -363,17 +370,14 @@ class Load:
             seconds = self._context.clock.now() - self._begun_s
             if self.sequence.codec is None:  # A payload is no tokens that were not computed.
                 self._context.costs.note_loaded(self._outcome, seconds)
-            if self._context.spans is not None:
-                record_load(self._context.spans, self._outcome, seconds)
+            record_load(self._context.spans, self._outcome, seconds)
 
     def _conclude(self) -> LoadOutcome:
         valid = self._failed_at if self._windows_hold() else 0
         brought, lost = self._pieces[:valid], self._pieces[valid:]
         start = self._blocks.start_token
         end = self._end_token(brought[-1]) if brought else start
-        by_tier: dict[Tier, int] = {}
-        for piece in brought:
-            by_tier[piece.tier] = by_tier.get(piece.tier, 0) + len(piece.tokens)
+        by_tier = tokens_by_tier(brought)
         misses: tuple[Miss, ...] = ()
         if lost and self._failure is not None:
             misses = missed(lost, self._pieces[self._failed_at].tier, self._failure)
@@ -381,12 +385,9 @@ class Load:
         packed_by = {piece.record.codec for piece in brought if piece.record is not None}
         if not all(codecs.get(name).traits.exact for name in packed_by):
             self._match.sequence.lossy_chunks = brought[-1].chunk + 1
-        counters, salt = self._context.counters, self._match.sequence.namespace.tenant_salt
-        for tier, tokens in by_tier.items():
-            counters.note_hit(salt, tier, tokens)
-        for miss in misses:
-            counters.note_miss(salt, miss.tier, miss.reason, miss.tokens)
-        return LoadOutcome(start, end, by_tier, misses)
+        outcome = LoadOutcome(start, end, by_tier, misses)
+        self._context.counters.note_load(self.sequence.namespace.tenant_salt, outcome)
+        return outcome
 
     def _windows_hold(self) -> bool:
         """Tell whether what was brought is a usable prefix.

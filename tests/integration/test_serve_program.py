@@ -89,7 +89,7 @@ def test_the_proposed_command_works_and_a_restart_finds_the_kv_on_disk(
     assert first["choices"] == second["choices"]
     details = [answer["usage"]["prompt_tokens_details"] for answer in answers]
     assert details[0]["cached_tokens"] == 0
-    assert details[1]["kvtier"] == {"hbm": 0, "dram": 0, "disk": 256}
+    assert details[1]["kvtier"] == {"hbm": 0, "dram": 0, "disk": 256, "remote": 0}
 
 
 def run_in_shell(command: str, environment: dict[str, str]) -> dict[str, object]:

@@ -40,7 +40,8 @@ def test_a_long_prompt_comes_back_from_disk_in_a_fraction_of_the_time(
         disk = tmp_path / str(number)
         cold, restarted = ask_first(disk, prompt), ask_first(disk, prompt)
         assert sum(cold.cached.values()) == 0
-        assert restarted.cached == {"hbm": 0, "dram": 0, "disk": PROMPT_TOKENS // CHUNK * CHUNK}
+        disk_tokens = PROMPT_TOKENS // CHUNK * CHUNK
+        assert restarted.cached == {"hbm": 0, "dram": 0, "disk": disk_tokens, "remote": 0}
         assert restarted.text == cold.text
         tally.check(prompt, cold.tokens)
         runs.append((cold.ttft_s, restarted.ttft_s))
@@ -70,7 +71,7 @@ def test_write_back_writes_at_the_end_what_it_held_back(tmp_path: Path, rng: ran
     with start() as served:
         served.wait_for_disk("ok")
         again = served.ask(prompt, NEW_TOKENS)
-        assert again.cached == {"hbm": 0, "dram": 0, "disk": 192}
+        assert again.cached == {"hbm": 0, "dram": 0, "disk": 192, "remote": 0}
         assert served.stop() == 0
     tally = Tally()
     tally.check(prompt, cold.tokens)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.types import Tier
 from kvtier_engine.api import limits
 from kvtier_engine.types import FinishReason, GenerateRequest
 from tests.lib.api_fakes import ByteTokenizer, ScriptedEngine, Step
@@ -259,7 +260,7 @@ async def test_usage_names_the_tiers_and_b102_salts_isolate() -> None:
     for salt in ({"cache_salt": "a"}, {"cache_salt": "a"}, {"cache_salt": "b"}, {}):
         usage = (await api.complete("ninebytes", **salt)).json()["usage"]
         details = usage["prompt_tokens_details"]
-        assert details["kvtier"] == {"hbm": 0, "dram": details["cached_tokens"], "disk": 0}
+        assert details["kvtier"] == dict.fromkeys(Tier, 0) | {"dram": details["cached_tokens"]}
         cached.append(details["cached_tokens"])
     assert cached == [0, 8, 0, 0]
 

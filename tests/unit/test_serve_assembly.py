@@ -352,7 +352,7 @@ async def test_b27_other_positions_or_dtype_never_share_what_is_declared_equal(
     async with running(made(folder, *kept)) as client:
         again = cached(await complete(client))
     assert found == [0, 0, 0]
-    assert again == {"hbm": 0, "dram": 0, "disk": 8}
+    assert again == {"hbm": 0, "dram": 0, "disk": 8, "remote": 0}
 
 
 async def test_a_dead_engine_is_told_by_health_and_metrics(
