@@ -130,26 +130,21 @@ def judge(runs: Iterable[Segment], prices: Iterable[Price], recompute: Recompute
     costs = [recompute(run.start_token, run.end_token) for run, _ in priced]
     best = _best_cut(priced, end, recompute)
     judged: list[Judged] = []
+    slow: set[Tier] = set()  # What the load waits for, DRAM apart.
+    stopped = tried = False
     for index, (run, price) in enumerate(priced):
         reason = _reason(price, beyond=index >= best, computable=costs[index] is not None)
-        if judged and not _goes_on(judged, run, reason):
+        # A try is of one link, and never of what would hold up a load that is worth it.
+        late = reason is Reason.RETRY and slow and not tried
+        other = tried and run.tier is not Tier.DRAM and run.tier not in slow
+        if reason not in LEFT and (stopped or late or other):
             reason = Reason.SLOWER
+        stopped = reason in LEFT
+        tried = tried or reason is Reason.RETRY
+        if run.tier is not Tier.DRAM:
+            slow.add(run.tier)
         judged.append(Judged(run, reason, price.load_s, costs[index]))
     return judged
-
-
-def _goes_on(judged: list[Judged], run: Segment, reason: Reason) -> bool:
-    """Tell whether a run may be loaded for that reason behind those before it.
-
-    A try is of one link, and of nothing that a load does not need to wait for it.
-    """
-    slow = {each.segment.tier for each in judged} - {Tier.DRAM}
-    if not judged[-1].loaded:
-        return False
-    tried = any(each.reason is Reason.RETRY for each in judged)
-    if reason is Reason.RETRY and not tried and slow:
-        return False
-    return not tried or run.tier in slow | {Tier.DRAM}
 
 
 def _best_cut(priced: list[tuple[Segment, Price]], end: int, recompute: Recompute) -> int:

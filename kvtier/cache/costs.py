@@ -221,7 +221,15 @@ class Costs:
         return None if seconds is None else self._worth * seconds
 
     def _sizes(self, layout: KVLayout) -> Callable[[int, str], tuple[int, int]]:
+        known: dict[tuple[bool, str], tuple[int, int]] = {}
+
         def size(chunk: int, codec: str) -> tuple[int, int]:
+            place = (chunk == 0, codec)
+            if place not in known:
+                known[place] = measured(chunk, codec)
+            return known[place]
+
+        def measured(chunk: int, codec: str) -> tuple[int, int]:
             shape = self._shapes.of(layout, chunk, codec)
             # What comes in one read shows nothing before all of it is there.
             sections = sum(

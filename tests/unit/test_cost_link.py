@@ -17,7 +17,7 @@ def test_transfers_side_by_side_are_one_measurement() -> None:
         link.arrived(end, MB)
         link.ended(end, MB)
     assert link.idle
-    assert link.kept() == [(4 * MB, pytest.approx(1.0))]
+    assert link.kept() == [pytest.approx((4 * MB, 1.0))]
     assert link.seconds(8 * MB) == pytest.approx(2.0)
 
 
@@ -78,7 +78,7 @@ def test_what_never_came_is_not_counted() -> None:
     link.started(0.0, 4 * MB)
     link.arrived(1.0, MB)
     link.ended(2.0, 4 * MB, 3 * MB)
-    assert link.kept() == [(MB, pytest.approx(2.0))]
+    assert link.kept() == [pytest.approx((MB, 2.0))]
     link.started(3.0, MB)
     assert link.seconds(0) == pytest.approx(2.0)
 
