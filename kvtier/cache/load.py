@@ -19,14 +19,7 @@ from dataclasses import dataclass
 from kvtier.cache.below import Below
 from kvtier.cache.costs import Choice, Costs
 from kvtier.cache.match import Ready
-from kvtier.cache.pieces import (
-    Piece,
-    cut_pieces,
-    layers_arrived,
-    missed,
-    sections_below,
-    tokens_by_tier,
-)
+from kvtier.cache.pieces import Piece, cut_pieces, layers_arrived, missed, sections_below
 from kvtier.cache.planner import load_moves, needed_groups
 from kvtier.cache.plans import OpenPlans
 from kvtier.cache.progress import gives_up
@@ -48,7 +41,6 @@ from kvtier.types import (
     Blocks,
     Direction,
     LoadOutcome,
-    Miss,
     MissReason,
     Move,
     Placement,
@@ -377,10 +369,11 @@ class Load:
         brought, lost = self._pieces[:valid], self._pieces[valid:]
         start = self._blocks.start_token
         end = self._end_token(brought[-1]) if brought else start
-        by_tier = tokens_by_tier(brought)
-        misses: tuple[Miss, ...] = ()
-        if lost and self._failure is not None:
-            misses = missed(lost, self._pieces[self._failed_at].tier, self._failure)
+        by_tier: dict[Tier, int] = {}
+        for piece in brought:
+            by_tier[piece.tier] = by_tier.get(piece.tier, 0) + len(piece.tokens)
+        failure = self._failure if lost else None
+        misses = missed(lost, self._pieces[self._failed_at].tier, failure) if failure else ()
         codecs = self._context.shapes.codecs
         packed_by = {piece.record.codec for piece in brought if piece.record is not None}
         if not all(codecs.get(name).traits.exact for name in packed_by):

@@ -25,8 +25,10 @@ def record_match(spans: Spans, match: Ready | Pending, tokens: int, seconds: flo
     spans.record("kvtier.match", seconds, told)
 
 
-def record_load(spans: Spans, outcome: LoadOutcome, seconds: float) -> None:
+def record_load(spans: Spans | None, outcome: LoadOutcome, seconds: float) -> None:
     """Tell of a load that has ended. Its outcome is why its tokens end where they do."""
+    if spans is None:
+        return
     reasons = [miss.reason.value for miss in outcome.misses]
     told: dict[str, Attribute] = {
         "kvtier.tokens": outcome.end_token - outcome.start_token,

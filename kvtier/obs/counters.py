@@ -13,7 +13,7 @@ from typing import Final
 from kvtier.constants import TENANTS_COUNTED_MAX
 from kvtier.keys import tenant_digest
 from kvtier.obs.stats import TenantCounters, TierCounters
-from kvtier.types import MissReason, Tier
+from kvtier.types import LoadOutcome, MissReason, Tier
 
 #: Requests without a salt, and those of tenants beyond the bound.
 NO_TENANT: Final = "none"
@@ -47,6 +47,13 @@ class Counters(dict[Tier, TierCounters]):
         """Count tokens that a tenant asked a tier for in vain."""
         self[tier].miss_tokens[reason] += tokens
         self._tenant(salt).miss_tokens[tier, reason] += tokens
+
+    def note_load(self, salt: str, outcome: LoadOutcome) -> None:
+        """Count what a tenant's load has brought and what not."""
+        for tier, tokens in outcome.tokens_by_tier.items():
+            self.note_hit(salt, tier, tokens)
+        for miss in outcome.misses:
+            self.note_miss(salt, miss.tier, miss.reason, miss.tokens)
 
     def tenants(self) -> Mapping[str, TenantCounters]:
         """Return a snapshot, by ``tenant_name``."""
