@@ -101,7 +101,8 @@ class Rig:
         """Put a request in."""
         sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0)
         asked = Asked(time.perf_counter())
-        request = GenerateRequest(f"r{next(self._ids)}", tuple(prompt), sampling)
+        name = f"r{next(self._ids)}"
+        request = GenerateRequest(name, tuple(prompt), sampling, explain=True)
         self.cores[way].submit(request, asked.take)
         return asked
 
