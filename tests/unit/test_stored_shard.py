@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.codecs.zstd import ZstdCodec
-from kvtier.constants import SECTIONS_MAX, STORED_FORMAT_VERSION
+from kvtier.constants import CODEC_NAME_BYTES_MAX, SECTIONS_MAX, STORED_FORMAT_VERSION
 from kvtier.errors import ChecksumError, FormatError, ShardError
 from kvtier.interfaces import ByteCodec
 from kvtier.shard_format import (
@@ -191,7 +191,7 @@ def forged(data: bytearray, **changes: object) -> bytearray:
     "changes",
     [
         {"byte_codec": 3},
-        {"byte_codec": "z" * 65},
+        {"byte_codec": "z" * (CODEC_NAME_BYTES_MAX + 1)},
         {"stored_bytes": 2**60},
         {"stored_bytes": 4096},
         {"stored_bytes": -4096},
