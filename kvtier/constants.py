@@ -95,7 +95,7 @@ GIVE_WAY_ROWS_MAX: Final = 1024
 
 # Pins: the share of a tier that they may take, chunks in each tier, and for how long.
 PINNED_SHARE_MAX: Final = 0.5
-PINNED_CHUNKS_MAX: Final = 16_384
+PINNED_CHUNKS_MAX: Final = 4096
 PIN_S_MAX: Final = 30 * 86_400.0
 # Chunks that are to leave at a time of their own, and the latest such time from now.
 EXPIRING_CHUNKS_MAX: Final = 65_536
@@ -171,7 +171,7 @@ LOG_INTERVAL_S: Final = 60.0
 TENANTS_COUNTED_MAX: Final = 256
 
 # KV events that wait to be taken, chunks that are told of (their tokens are kept: 1 KiB each for
-# chunks of 256), and events in one message.
+# chunks of 256), and events in one message, whose encoding holds up other threads for as long.
 EVENTS_QUEUED_MAX: Final = 8192
 EVENT_CHUNKS_MAX: Final = 131_072
-EVENTS_TAKEN_MAX: Final = 512
+EVENTS_TAKEN_MAX: Final = 64

@@ -112,7 +112,7 @@ def make_medium(given: Given) -> Medium:
     choices = disk_choices(config.disk) if config.disk else None
     arena = Arena(config.dram_bytes, slab_bytes=config.slab_bytes, shared=config.shared)
     kept = KeptKeys(arena.capacity_bytes, clock)
-    dram = DramTier(arena, policy, clock, rooms.left_dram, kept.keeps)
+    dram = DramTier(arena, kept.guard(policy), clock, rooms.left_dram, kept.keeps)
     opened = _open_remotes(given, lock, arena)
     executor = Executor(clock, lanes=len(paths), tick=given.tick)
     work = (dram, executor, lock, counters, clock, shapes)

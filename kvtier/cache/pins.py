@@ -19,7 +19,9 @@ from kvtier.errors import ConfigError
 from kvtier.interfaces import Clock
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.dram import DramTier, PolicyFactory
-from kvtier.types import ChunkKey, MissReason
+from kvtier.types import ChunkKey, Entry, Features, MissReason
+
+_FEATURES = Features()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,49 @@ class KeptKeys:
 
     def guard(self, policy: PolicyFactory) -> PolicyFactory:
         """Return a policy that leaves alone what is pinned here too."""
-        return lambda capacity, pinned: policy(capacity, lambda key: pinned(key) or self.keeps(key))
+        return lambda capacity, pinned: _Guarded(policy, capacity, pinned, self.keeps)
+
+
+class _Guarded:
+    """An ``EvictionPolicy`` that evicts nothing that is kept.
+
+    What a decision had to pass over counts as used then: it would stand in the way of every other
+    decision, and with many pins each would take milliseconds.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyFactory,
+        capacity_bytes: int,
+        pinned: Callable[[ChunkKey], bool],
+        keeps: Callable[[ChunkKey], bool],
+    ) -> None:
+        self._pinned = pinned
+        self._keeps = keeps
+        self._met: list[ChunkKey] = []
+        self._policy = policy(capacity_bytes, self._stays)
+
+    def admit(self, entry: Entry, now: float) -> list[ChunkKey] | None:
+        """See ``EvictionPolicy.admit``."""
+        victims = self._policy.admit(entry, now)
+        for key in self._met:
+            self._policy.touch(key, now, _FEATURES)
+        self._met.clear()
+        return victims
+
+    def touch(self, key: ChunkKey, now: float, features: Features) -> None:
+        """See ``EvictionPolicy.touch``."""
+        self._policy.touch(key, now, features)
+
+    def remove(self, key: ChunkKey) -> None:
+        """See ``EvictionPolicy.remove``."""
+        self._policy.remove(key)
+
+    def _stays(self, key: ChunkKey) -> bool:
+        if self._keeps(key):
+            self._met.append(key)
+            return True
+        return self._pinned(key)
 
 
 class Pins:

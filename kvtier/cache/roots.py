@@ -66,7 +66,8 @@ class Roots:
         self._stored_version = 0
         self._kept = [0] * keepers
         self._stale: frozenset[bytes] = frozenset()
-        self._stale_at = (-1, -1)
+        # What is noted at its first use is current then, so only another epoch makes it stale.
+        self._stale_at = -1
 
     def root(self, namespace: Namespace) -> bytes:
         """Return the digest that a namespace's keys follow from, in its present epochs."""
@@ -102,9 +103,8 @@ class Roots:
 
     def stale(self) -> frozenset[bytes]:
         """Return the roots that no sequence has any more."""
-        now = (self._epochs.version, len(self._rows))
-        if now != self._stale_at:
-            self._stale_at = now
+        if self._epochs.version != self._stale_at:
+            self._stale_at = self._epochs.version
             self._stale = frozenset(
                 root for root, row in self._rows.items() if not self._is_current(row)
             )
@@ -136,6 +136,7 @@ class Roots:
         for root, row in rows.items():
             if root not in self._rows:
                 self._note(root, row)
+        self._stale_at = -1
 
     def _row(self, namespace: Namespace) -> RootRow:
         base = _digest(namespace)
@@ -171,4 +172,4 @@ class Roots:
                 roots.discard(root)
                 if not roots:
                     del self._by_tenant[row.tenant]
-        self._stale_at = (-1, -1)
+        self._stale_at = -1

@@ -37,7 +37,7 @@ class Wishes:
     def found(self, sequence: Sequence, keys: SequenceOf[ChunkKey]) -> None:
         """Note an access to chunks, given from the first to the last."""
         features = sequence.features
-        for key in keys:
+        for key in keys if self._ends else ():
             known = self._ends.get(key)
             if known is not None and not features.ttl_s:
                 del self._ends[key]

@@ -46,10 +46,13 @@ class DramTier:
         on_evict: Callable[[ChunkKey], None],
         keeps: Callable[[ChunkKey], bool] = _keeps_nothing,
     ) -> None:
-        """What ``keeps`` tells of is never evicted, though nobody reads or writes it."""
+        """What ``keeps`` tells of is never evicted, though nobody reads or writes it.
+
+        The policy that the factory makes must know that by itself.
+        """
         self.arena = arena
         self.index: TierIndex[Slot] = TierIndex(self._reclaim)
-        self._policy = policy(arena.capacity_bytes, self._stays)
+        self._policy = policy(arena.capacity_bytes, self.index.pinned)
         self._keeps = keeps
         self._clock = clock
         self._on_evict = on_evict

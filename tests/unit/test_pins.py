@@ -205,6 +205,32 @@ def test_pins_are_bounded_in_number() -> None:
     assert kept.keep(keys[-1], 1, b"", 9.0)
 
 
+def test_what_is_pinned_is_passed_over_once_and_not_by_every_decision() -> None:
+    class CountingClock(FakeClock):
+        looks = 0
+
+        def now(self) -> float:
+            self.looks += 1
+            return super().now()
+
+    def entry(number: int) -> Entry:
+        return Entry(ChunkKey(number.to_bytes(32, "big")), None, 1, 0)
+
+    clock = CountingClock()
+    kept = KeptKeys(1000, clock)
+    policy = kept.guard(LRU)(100, lambda _: False)
+    for number in range(100):
+        policy.admit(entry(number), float(number))
+    for number in range(50):
+        kept.keep(entry(number).key, 1, b"", 9.0)
+    looks = []
+    for number in range(100, 110):
+        clock.looks = 0
+        assert policy.admit(entry(number), float(number)) == [entry(number - 50).key]
+        looks.append(clock.looks)
+    assert looks == [50] + [0] * 9
+
+
 def test_a_slab_with_a_pinned_chunk_is_not_given_over() -> None:
     """Room of another size is made by emptying a slab, whatever the policy says."""
     kept, clock = ChunkKey(b"k" * 32), FakeClock()
