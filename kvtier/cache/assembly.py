@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from kvtier.cache.opener import save_epochs_everywhere
 from kvtier.cache.pins import KeptKeys
 from kvtier.cache.plans import OpenPlans
 from kvtier.cache.prefetch import Prefetcher
-from kvtier.cache.remote_room import OpenedRemote, RemoteRoom, open_remotes
+from kvtier.cache.remote_room import RemoteRoom, open_remotes
 from kvtier.cache.rooms import Rooms
 from kvtier.cache.roots import Roots
 from kvtier.cache.shapes import Shapes
@@ -113,7 +114,10 @@ def make_medium(given: Given) -> Medium:
     arena = Arena(config.dram_bytes, slab_bytes=config.slab_bytes, shared=config.shared)
     kept = KeptKeys(arena.capacity_bytes, clock)
     dram = DramTier(arena, kept.guard(policy), clock, rooms.left_dram, kept.keeps)
-    opened = _open_remotes(given, lock, arena)
+    with ExitStack() as undo:
+        undo.callback(arena.close)
+        opened = open_remotes(config.remotes, given.connect, lock, clock)
+        undo.pop_all()
     executor = Executor(clock, lanes=len(paths), tick=given.tick)
     work = (dram, executor, lock, counters, clock, shapes)
     if config.disk is not None and choices is not None:
@@ -220,14 +224,6 @@ def _make_tenancy(given: Given, medium: Medium) -> Tenancy:
     if disk is not None:
         disk.writeout.quotas = tenancy.quotas
     return tenancy
-
-
-def _open_remotes(given: Given, lock: threading.Lock, arena: Arena) -> Sequence[OpenedRemote]:
-    try:
-        return open_remotes(given.config.remotes, given.connect, lock, given.clock)
-    except BaseException:
-        arena.close()
-        raise
 
 
 def _held_roots(dram: DramTier, rooms: Rooms) -> set[bytes]:

@@ -6,6 +6,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
@@ -188,13 +189,11 @@ def open_remotes(
     A store that is down is no error: it is tried again.
     """
     opened: list[OpenedRemote] = []
-    try:
+    with ExitStack() as undo:
         for number, config in enumerate(configs):
             opened.append(_opened(number, config, connect, lock, clock))
-    except BaseException:
-        for each in opened:
-            each.channel.close(1.0)
-        raise
+            undo.callback(opened[-1].channel.close, 1.0)
+        undo.pop_all()
     return opened
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.cache import load as load_module
 from kvtier.constants import LOAD_PLAN_BYTES, LOAD_PLANS_MAX
-from kvtier.testing.engine_double import EngineDouble, Loading
+from kvtier.testing.engine_double import EngineDouble, Loading, wait_until
 from kvtier.types import KVLayout, Plan, Result
 from tests.lib.cache_setup import (
     CHUNK,
@@ -40,10 +40,8 @@ def _small_plans() -> Iterator[None]:
         yield
 
 
-def stored(
-    setup: CacheSetup, layout: KVLayout = LAYOUT, size: int = 1, stages: int = 1
-) -> EngineDouble:
-    engine = setup.open(layout, placements=ranks(size, stages))
+def stored(setup: CacheSetup, layout: KVLayout = LAYOUT, *, stages: int = 1) -> EngineDouble:
+    engine = setup.open(layout, placements=ranks(1, stages))
     engine.store(engine.sequence(FOUR))
     return engine
 
@@ -54,8 +52,6 @@ def answer(engine: EngineDouble, plan: Plan) -> None:
     def done() -> bool:
         engine.finish()
         return engine.cache.store_done(plan.plan_id)
-
-    from kvtier.testing.engine_double import wait_until
 
     wait_until(done, "a plan is not answered")
 
@@ -115,7 +111,7 @@ def test_a_plan_that_overtakes_another_counts_when_both_are_in(setup: CacheSetup
 
 
 def test_every_stage_and_rank_counts(setup: CacheSetup) -> None:
-    engine = stored(setup, STAGED, 1, 2)
+    engine = stored(setup, STAGED, stages=2)
     loading = begun(engine, FOUR)
     plans = loading.load.poll()
     seen = ready_after_each(engine, loading, plans)

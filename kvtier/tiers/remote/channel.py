@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, TypeVar
@@ -113,13 +114,11 @@ class Channel:
             target=self._run_loop, name=f"kvtier-remote-{name}", daemon=True
         )
         self._thread.start()
-        try:
-            self._connector = asyncio.run_coroutine_threadsafe(
-                _opened(connect), self._loop
-            ).result()
-        except BaseException:
-            self._stop(1.0)
-            raise
+        with ExitStack() as undo:
+            undo.callback(self._stop, 1.0)
+            opening = asyncio.run_coroutine_threadsafe(_opened(connect), self._loop)
+            self._connector = opening.result()
+            undo.pop_all()
 
     @property
     def listable(self) -> bool:
