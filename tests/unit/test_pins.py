@@ -222,7 +222,7 @@ def test_what_is_pinned_is_passed_over_once_and_not_by_every_decision() -> None:
     for number in range(100):
         policy.admit(entry(number), float(number))
     for number in range(50):
-        kept.keep(entry(number).key, 1, b"", 9.0)
+        kept.keep(entry(number).key, 1, b"", 9e9)
     looks = []
     for number in range(100, 110):
         clock.looks = 0
