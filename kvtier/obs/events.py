@@ -15,7 +15,7 @@ and data-parallel rank; an event is a map whose ``type`` is the name of its clas
 from __future__ import annotations
 
 import struct
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -28,6 +28,8 @@ from kvtier.types import ChunkKey, Namespace, Tier
 #: vLLM's words for where a block lies, and whether its publisher reads it from a medium of its own.
 _MEDIUM: Final = {Tier.DRAM: ("CPU", "LOCAL"), Tier.DISK: ("STORAGE", "LOCAL")}
 _ELSEWHERE: Final = ("STORAGE", "REMOTE")
+#: Chunks of ended epochs that are taken back one by one: a millisecond or two under the lock.
+_TAKEN_BACK_MAX: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +91,17 @@ class EventLog:
         self._queued_max = queued_max
         self._chunks_max = chunks_max
         self._chunks: dict[ChunkKey, _Chunk] = {}
-        self._roots: Counter[bytes] = Counter()
+        #: Chunks whose content is known, by its root.
+        self._known: dict[bytes, dict[ChunkKey, None]] = {}
+        self._known_count = 0
+        #: Roots of which nothing is told any more, though chunks of theirs are still there.
+        self._ended: set[bytes] = set()
         self._namespaces: dict[bytes, Namespace] = {}
         #: Children, by the parent that has to be told before them.
         self._waiting: dict[ChunkKey, dict[ChunkKey, None]] = {}
         self._queue: deque[Event] = deque()
         self._next: deque[ChunkKey] = deque()
         self._telling = 0
-        self._known_count = 0
         self.dropped_count = 0
         self.untold_count = 0
 
@@ -133,22 +138,30 @@ class EventLog:
             return
         self._chunks[key].content = content
         self._known_count += 1
-        self._roots[content.root] += 1
+        self._known.setdefault(content.root, {})[key] = None
         self._namespaces[content.root] = content.namespace
         self._tell(key)
 
     def keep(self, current: Callable[[Namespace], bytes]) -> None:
-        """Take back what was told of epochs that have ended; ``current`` gives the present root."""
-        ended = {root for root, of in self._namespaces.items() if current(of) != root}
-        if not ended:
+        """Take back what was told of epochs that have ended; ``current`` gives the present root.
+
+        Where that is much, everything else is told anew instead, which takes no time here.
+        """
+        ended = {
+            root
+            for root, of in self._namespaces.items()
+            if root not in self._ended and current(of) != root
+        }
+        if sum(len(self._known[root]) for root in ended) > _TAKEN_BACK_MAX:
+            self._ended |= ended
+            self.begin_anew()
             return
-        for key, chunk in self._chunks.items():
-            if chunk.content is None or chunk.content.root not in ended:
-                continue
-            for tier in sorted(self._told(chunk)):
-                self._emit(Removed(key, tier))
-            chunk.told = set()
+        for key in [key for root in ended for key in self._known[root]]:
+            chunk = self._chunks[key]
+            told, chunk.told = self._told(chunk), set()
             self._forget_content(key, chunk)
+            for tier in sorted(told):
+                self._emit(Removed(key, tier))
 
     def begin_anew(self) -> None:
         """Tell everything once more, for a reader that knows nothing or has missed something."""
@@ -168,8 +181,9 @@ class EventLog:
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` where the books do not agree with themselves."""
-        known = [chunk.content for chunk in self._chunks.values() if chunk.content is not None]
-        if len(known) != self._known_count or Counter(each.root for each in known) != self._roots:
+        known = {key for key, chunk in self._chunks.items() if chunk.content is not None}
+        listed = set().union(*self._known.values())
+        if known != listed or len(known) != self._known_count:
             raise AssertionError(f"{self._known_count} chunks are known, {len(known)} found")
         for key, chunk in self._chunks.items():
             if not self._told(chunk) <= chunk.ready or len(chunk.ready) > chunk.records:
@@ -178,7 +192,7 @@ class EventLog:
     def _tell(self, key: ChunkKey) -> None:
         """Tell of a chunk where it is ready; those that have waited for it come next."""
         chunk = self._chunks.get(key)
-        if chunk is None or chunk.content is None:
+        if chunk is None or chunk.content is None or chunk.content.root in self._ended:
             return
         untold = chunk.ready - self._told(chunk)
         if not untold:
@@ -214,9 +228,10 @@ class EventLog:
         if content is None:
             return
         self._known_count -= 1
-        self._roots[content.root] -= 1
-        if not self._roots[content.root]:
-            del self._roots[content.root], self._namespaces[content.root]
+        del self._known[content.root][key]
+        if not self._known[content.root]:
+            del self._known[content.root], self._namespaces[content.root]
+            self._ended.discard(content.root)
         if content.parent in self._waiting:
             siblings = self._waiting[content.parent]
             siblings.pop(key, None)

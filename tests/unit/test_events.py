@@ -199,6 +199,31 @@ def test_an_epoch_that_has_ended_is_taken_back_whole() -> None:
     log.check_integrity()
 
 
+def test_a_large_epoch_that_has_ended_is_left_out_of_what_is_told_anew() -> None:
+    """So the time under the lock does not grow with it."""
+    log = EventLog()
+    stores(log, 0)
+    assert told(log) == [("stored", 0)]
+    keys = [ChunkKey(number.to_bytes(32, "big")) for number in range(10_000, 11_100)]
+    old = Content(NAMESPACE, b"o" * 32, None, encode_tokens([1]))
+    for key in keys:
+        log.added(key)
+        log.learn(key, old)
+        log.ready(key, Tier.DRAM)
+    while log.take(99):
+        pass
+    log.keep(lambda namespace: ROOT)
+    assert told(log) == [("cleared", -1), ("stored", 0)]
+    log.keep(lambda namespace: ROOT)
+    log.check_integrity()
+    assert told(log) == [], "it has ended once"
+    for key in keys:
+        log.removed(key, Tier.DRAM)
+    log.begin_anew()
+    assert told(log) == [("cleared", -1), ("stored", 0)]
+    log.check_integrity()
+
+
 # As vLLM 0.32 declares them in vllm/distributed/kv_events.py; fields behind these have defaults.
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
     ts: float
