@@ -377,6 +377,7 @@ class Writeout:
                 lane.chores_out = False
                 if outcome is None:
                     lane.volume.finish_chores(chores)
+                    lane.volume.write_succeeded()  # There may be nothing else to find it out by.
                 else:
                     lane.volume.return_chores(chores)
                     lane.volume.write_failed(outcome)
