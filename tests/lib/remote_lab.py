@@ -54,6 +54,7 @@ class ToyRemote:
         self.loses = False  # Writes come to nothing.
         self.calls: Counter[str] = Counter()
         self.batches: list[tuple[str, int]] = []
+        self.written: list[bytes] = []
         self.closed = False
         self._changed = threading.Condition()
 
@@ -83,6 +84,7 @@ class ToyRemote:
 
     async def write(self, items: Sequence[WriteItem]) -> list[ConnectorError | None]:
         async def write() -> list[ConnectorError | None]:
+            self.written += [item.key for item in items]
             return [None for _ in items] if self.loses else await self.store.write(items)
 
         return await self._answer("write", len(items), write)
