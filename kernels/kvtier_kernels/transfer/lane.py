@@ -26,12 +26,13 @@ from kvtier_kernels.transfer.batch import Batch, Pattern, Strip
 from kvtier_kernels.transfer.stripes import Stripe, Table, field_alignments
 
 #: Bytes of one of a lane's two buffers.
-STAGING_BYTES: Final = 32 << 20
+STAGING_BYTES: Final = 64 << 20
 
 #: The first slice of a batch is this part of a buffer.
 _FIRST_SHARE: Final = 8
-#: Shards whose jobs are laid out at a time.
-_PART_SHARDS: Final = 16
+#: Shards whose jobs are laid out first, before the device has something to do, and at a time.
+_FIRST_SHARDS: Final = 16
+_PART_SHARDS: Final = 64
 _LINE_BYTES: Final = 128
 
 
@@ -340,7 +341,8 @@ class Lane:
 
 def _parts(shards: int) -> Iterator[range]:
     """Cut a batch: while the device works on one part, the host lays out the next."""
-    for start in range(0, shards, _PART_SHARDS):
+    yield range(min(_FIRST_SHARDS, shards))
+    for start in range(_FIRST_SHARDS, shards, _PART_SHARDS):
         yield range(start, min(start + _PART_SHARDS, shards))
 
 
