@@ -67,7 +67,9 @@ class HeldCopy:
 
 
 @pytest.mark.parametrize("at", ["header", "first section", "last section", "cut", "gone"])
-def test_b44_b78_bit_flip_on_disk_is_a_miss_and_is_written_again(setup: KeyedSetup, at: str) -> None:
+def test_b44_b78_bit_flip_on_disk_is_a_miss_and_is_written_again(
+    setup: KeyedSetup, at: str
+) -> None:
     keyed, _ = setup.on_disk({b"k": 3 * MIB + 5})
     (path,) = setup.shard_files()
     data = bytearray(path.read_bytes())
