@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.admission.everything import Everything
+from kvtier.codecs.zstd import ZstdCodec
 from kvtier.errors import MissingExtraError
 from kvtier.registry import admissions, byte_codecs
 from kvtier.testing.engine_double import wait_until
@@ -156,6 +157,25 @@ def test_b78_damage_is_a_miss_and_goes_to_quarantine(
     room.close()
 
 
+def test_what_was_encoded_wrong_is_found_by_a_full_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stored bytes are as they were written; what they decode to is not the shard."""
+
+    def zeros(codec: ZstdCodec, source: memoryview, width: int, into: memoryview) -> int:
+        return encode(codec, memoryview(bytes(len(source))), width, into)
+
+    encode = ZstdCodec.encode
+    monkeypatch.setattr(ZstdCodec, "encode", zeros)
+    stored(tmp_path)
+    assert verified(tmp_path) == ["corrupt"] * CHUNKS
+    room = Room(tmp_path, "raw", "zstd")
+    outcome = room.load(room.sequence(EXACT))
+    assert outcome is not None
+    assert outcome.end_token == 0
+    room.close()
+
+
 def test_without_the_extra_it_is_a_miss_and_no_fault_of_the_disk(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +193,7 @@ def test_without_the_extra_it_is_a_miss_and_no_fault_of_the_disk(
         assert [miss.reason for miss in outcome.misses] == [MissReason.CODEC]
     disk = room.cache.stats().tiers[1]
     assert (disk.state, disk.chunks, disk.quarantined_files) == ("ok", CHUNKS, 0)
+    assert verified(folder) == [], "what is stored is sound"
     room.close()
     with pytest.raises(MissingExtraError):
         Room(folder, "raw", "zstd")

@@ -14,13 +14,21 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvtier.constants import SHARD_BYTES_MAX
-from kvtier.errors import FormatError, ShardError
+from kvtier.errors import FormatError, MissingExtraError, RegistryError, ShardError
 from kvtier.keys import shard_key
-from kvtier.shard_format import ShardHeader, verify_section
-from kvtier.stored_shard import first_bytes, parse_stored, verify_stored
+from kvtier.shard_format import ShardHeader, shard_geometry, verify_section
+from kvtier.stored_shard import (
+    StoredHeader,
+    decode_section,
+    first_bytes,
+    parse_stored,
+    verify_stored,
+)
+from kvtier.tiers.decoding import ByteCodecs
 from kvtier.tiers.disk.files import FileInfo, FileSystem
 from kvtier.tiers.disk.journal import Journal
 from kvtier.tiers.disk.scan import check_file, file_header
+from kvtier.tiers.scratch import Scratch
 from kvtier.types import ChunkKey
 
 
@@ -78,6 +86,8 @@ class Verifier:
         self._roots = [os.path.abspath(root) for root in roots]
         self._files = files
         self._buffer = memoryview(b"")
+        self._scratch = Scratch()
+        self._codecs = ByteCodecs()
         self._sound: dict[bytes, tuple[FileInfo, ShardHeader]] = {}
         self._findings: list[Finding] = []
 
@@ -158,13 +168,22 @@ class Verifier:
         header = file_header(data)
         check_file(header, info)
         if first_bytes(data)[1]:
-            stored = parse_stored(data)
-            for section in range(len(stored.encoding.section_bytes)):
-                verify_stored(data, stored, section)
+            self._decode(data, parse_stored(data))
         else:
             for section in range(len(header.shard.section_bytes)):
                 verify_section(data, header.shard, section)
         return header.shard
+
+    def _decode(self, data: memoryview, stored: StoredHeader) -> None:
+        """Verify what is stored, and what comes of it where its byte codec is installed."""
+        with self._scratch.lent(shard_geometry(stored.header.section_bytes).shard_bytes) as shard:
+            for section in range(len(stored.encoding.section_bytes)):
+                verify_stored(data, stored, section)
+                try:
+                    codec = self._codecs.get(stored.encoding.byte_codec)
+                    decode_section(data, stored, section, codec, shard)
+                except (MissingExtraError, RegistryError):
+                    continue
 
     def _find_orphans(self) -> None:
         chunks: dict[ChunkKey, ChunkKey | None] = {
