@@ -11,7 +11,14 @@ import pytest
 from kvtier.errors import CodecError
 from kvtier.testing.pools import TorchPool
 from kvtier.types import Direction, GroupKind, KVGroup, Part, ShardLayout
-from tests.lib.host_queues import DEVICE, made_codec, made_move, made_mover, shipments
+from tests.lib.host_queues import (
+    DEVICE,
+    made_codec,
+    made_mark,
+    made_move,
+    made_mover,
+    shipments,
+)
 
 from kvtier_kernels.transfer.lane import Way  # isort: skip
 
@@ -74,6 +81,27 @@ def test_a_buffer_is_free_again_before_it_is_filled_again() -> None:
         assert len(freed) == 4, "three slices and the end"
         waits = [line for line in log if line.startswith(f"{first} wait for mark")]
         assert waits == [f"{first} wait for {freed[0].removeprefix(f'{second} ')}"]
+
+
+@pytest.mark.parametrize("way", [DIRECT, STAGED], ids=["direct", "staged"])
+def test_more_shards_than_are_laid_out_at_a_time(way: Way) -> None:
+    """Each of 18 shards, of one block each, is where it belongs."""
+    layout = ShardLayout(1, 1, 16, 16, "bfloat16", 4, section_layers=1)
+    group = KVGroup(GroupKind.FULL, (0,), 1, 16, 16, "bfloat16")
+    pool = TorchPool([group], block_count=24, block_tokens=4, device=DEVICE)
+    pool.fill_values(6)
+    made = made_codec("raw", layout)
+    moves = [made_move(made, layout, (block,)) for block in range(18)]
+    before = pool.snapshot()
+    mover = made_mover(pool, way)
+    batch = shipments(made, moves)
+    mover.move(Direction.STORE, [batch], made_mark())
+    kept = pool.rows(0, 0, Part.K, (20,))
+    for part in Part:
+        pool.layer_view(0, 0, part)[:18] = 0
+    mover.move(Direction.LOAD, [batch], made_mark())
+    assert pool.snapshot() == before
+    assert pool.rows(0, 0, Part.K, (20,)).equal(kept)
 
 
 def test_only_the_host_places_some_rows_in_memory_that_kernels_do_not_reach() -> None:
