@@ -232,6 +232,15 @@ async def test_links_and_folders_in_an_objects_place_are_not_followed(
     assert isinstance(await read_one(connector, b"key", 6), ConnectorDataError)
 
 
+async def test_who_has_an_object_open_keeps_the_old_one(tmp_path: Path, opened: Opened) -> None:
+    connector = opened(FileConnector(tmp_path))
+    await put(connector, {b"key": b"old object"})
+    with the_file(tmp_path, b"key").open("rb") as reader:
+        await put(connector, {b"key": b"a newer object"})
+        assert reader.read() == b"old object"
+    assert await read_one(connector, b"key", 14) == b"a newer object"
+
+
 async def test_a_bad_key_does_not_hide_the_others(opened: Opened, tmp_path: Path) -> None:
     connector = opened(FileConnector(tmp_path, threads=1))
     await put(connector, {b"k1": b"data", b"k2": b"data", b"k3": b"data"})

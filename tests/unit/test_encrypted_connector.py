@@ -149,6 +149,19 @@ async def test_b78_swapped_cut_and_mixed_objects_are_errors(
     assert await outcome_of(encrypted, b"k1", LARGE) == LARGE
 
 
+async def test_what_is_spoilt_is_not_read_again_and_again(
+    store: MemoryConnector, keys: TenantKeys, opened: Opened
+) -> None:
+    timed = decorators.Timed(store)
+    encrypted = opened(Encrypted(timed, keys, "a"))
+    await put(encrypted, {b"key": DATA})
+    stored = await stored_bytes(store, b"key")
+    stored[-1] ^= 1
+    await put(store, {b"key": bytes(stored)})
+    assert isinstance(await outcome_of(encrypted, b"key", LARGE), ConnectorDataError)
+    assert timed.reads.nbytes < 2 * len(stored)
+
+
 async def test_another_tenants_object_is_an_error(
     store: MemoryConnector, keys: TenantKeys, encrypted: Encrypted, opened: Opened
 ) -> None:
