@@ -92,9 +92,12 @@ def test_what_a_deleted_tenant_held_is_given_back(setup: CacheSetup, other: Othe
         stored(engine)
     ours.cache.tenants.delete("ours")
     nothing_waits(ours)
-    wait_until(lambda: len(setup.shard_files()) == 5, "files are not unlinked")
-    tiers = [tier_stats(ours.cache, tier) for tier in (Tier.DRAM, Tier.DISK)]
-    assert [tier.used_bytes for tier in tiers] == [5 * CHUNK_BYTES] * 2
+
+    def held() -> list[int]:
+        return [tier_stats(ours.cache, tier).used_bytes for tier in (Tier.DRAM, Tier.DISK)]
+
+    wait_until(lambda: held() == [5 * CHUNK_BYTES] * 2, "files are not unlinked")
+    assert len(setup.shard_files()) == 5
     assert found(theirs) == 40
 
 
