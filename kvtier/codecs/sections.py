@@ -12,9 +12,7 @@ def aligned_bytes(nbytes: int) -> int:
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def zero_gaps(
-    codec: BlockCodec, layout: ShardLayout, sections: range, payload: memoryview
-) -> None:
+def zero_gaps(codec: BlockCodec, layout: ShardLayout, sections: range, payload: memoryview) -> None:
     """Set what lies behind some sections, before the next ones, to zero.
 
     A slot may have held another namespace's chunk, of which nothing may remain in this one's.

@@ -15,7 +15,7 @@ given to somebody else. A batch may be started while the one before it is under 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
@@ -200,7 +200,8 @@ class Lane:
         queues.wait(after, copies=False)
         queues.wait(after, copies=True)
         told = torch.zeros(1, dtype=torch.int32, pin_memory=queues.device.type == "cuda")
-        try:
+        with ExitStack() as failing:
+            failing.callback(lambda: self._wait(self._marks()))
             with queues.run(copies=False):
                 failed = torch.zeros(1, dtype=torch.int32, device=queues.device)
                 blocks = self._on_device(batch.blocks.reshape(-1))
@@ -211,9 +212,7 @@ class Lane:
             self._direct(work) if way.direct else self._staged(work)
             with queues.run(copies=False):
                 told.copy_(failed, non_blocking=True)
-        except BaseException:
-            self._wait(self._marks())
-            raise
+            failing.pop_all()
         return Running(batch, told, self._marks())
 
     def finish(self, running: Running) -> bool:
