@@ -93,10 +93,12 @@ class CacheLink:
             return None
         return self._guarded_boundary(lambda: self._cache.match(self._sequence(request)), None)
 
-    def choose(self, match: Ready, start_token: int, end_token: int) -> Choice | None:
+    def choose(
+        self, match: Ready, start_token: int, end_token: int, *, split: bool
+    ) -> Choice | None:
         """Ask what is worth it; a fault is no reason to load nothing."""
         return self._guarded_boundary(
-            lambda: self._cache.costs.choose(match, start_token, end_token), None
+            lambda: self._cache.costs.choose(match, start_token, end_token, split=split), None
         )
 
     def note_prefill(self, start_token: float, tokens: int, seconds: float) -> None:
@@ -114,6 +116,8 @@ class CacheLink:
             self._guarded_boundary(
                 lambda: self._cache.note_admission(match, start, asked, choice), None
             )
+        if choice is not None and choice.split_token is not None:
+            start = max(start, choice.split_token)
         if end_token <= start:
             return False
         block_ids = self._slice(request, start, end_token)

@@ -1,9 +1,11 @@
-"""The scheduler's arithmetic: pure functions of numbers and of requests, without effects."""
+"""The scheduler's arithmetic: functions of numbers and of requests, without other effects."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from kvtier.cache.costs import Choice
+from kvtier.cache.match import Ready
 from kvtier_engine.request import Request
 from kvtier_engine.scheduling import Share
 
@@ -38,6 +40,29 @@ def load_end(found_tokens: int, matched_tokens: int, usable: int, block_tokens: 
     """
     end = min(matched_tokens, usable) // block_tokens * block_tokens
     return end if end > found_tokens else None
+
+
+def choose_end(
+    request: Request,
+    answer: Ready | None,
+    found_tokens: int,
+    usable: int,
+    block_tokens: int,
+    choose: Callable[[Ready, int, int], Choice | None],
+) -> int | None:
+    """Return where a load that is worth it ends; None when there is none to make.
+
+    What ``choose`` decides of the answer's tokens is left in the request.
+    """
+    request.choice = request.outcome = None
+    if answer is None:
+        return None
+    end = load_end(found_tokens, answer.tokens, usable, block_tokens)
+    if end is None:
+        return None
+    request.choice = choose(answer, found_tokens, end)
+    worth = end if request.choice is None else min(request.choice.end_token, end)
+    return load_end(found_tokens, worth, usable, block_tokens)
 
 
 def rank(arrival_s: float, priority: int, order: int, priority_step_s: float) -> tuple[float, int]:

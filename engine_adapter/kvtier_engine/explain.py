@@ -19,8 +19,10 @@ def explain(request: Request) -> tuple[Why, ...]:
         if not each.loaded:
             runs.append(Why(run.start_token, run.end_token, run.tier, False, each.reason, *costs))
             continue
-        cut = min(max(brought, run.start_token), run.end_token)
-        runs.append(Why(run.start_token, cut, run.tier, True, each.reason, *costs))
+        begin = max(run.start_token, request.choice.split_token or 0) if request.choice else 0
+        runs.append(Why(run.start_token, begin, run.tier, False, Reason.MEANWHILE, *costs))
+        cut = min(max(brought, begin), run.end_token)
+        runs.append(Why(begin, cut, run.tier, True, each.reason, *costs))
         reason = lost or MissReason.CANCELLED
         runs.append(Why(cut, run.end_token, run.tier, False, reason, *costs))
     end = max(run.end_token for run in runs)

@@ -36,8 +36,10 @@ class LoadHandle(Protocol):
 class CostFront(Protocol):
     """What the link uses of ``kvtier.cache.costs.Costs``."""
 
-    def choose(self, match: Ready, start_token: int, end_token: int) -> Choice:
-        """Decide what of a match to load."""
+    def choose(
+        self, match: Ready, start_token: int, end_token: int, *, split: bool = False
+    ) -> Choice:
+        """Decide what of a match to load, and what to compute meanwhile."""
         ...
 
     def note_prefill(self, start_token: float, tokens: int, seconds: float) -> None:
@@ -118,8 +120,13 @@ class Link(Protocol):
         """Ask what the tiers hold of the request's tokens; None when they are not to be asked."""
         ...
 
-    def choose(self, match: Ready, start_token: int, end_token: int) -> Choice | None:
-        """Decide what of an answer's tokens to load; None when all of them are to be."""
+    def choose(
+        self, match: Ready, start_token: int, end_token: int, *, split: bool
+    ) -> Choice | None:
+        """Decide what of an answer's tokens to load; None when all of them are to be.
+
+        With ``split``, some of them may be computed while those behind them are loaded.
+        """
         ...
 
     def note_prefill(self, start_token: float, tokens: int, seconds: float) -> None:
@@ -164,7 +171,14 @@ class NoLink:
         """Return None."""
         return None
 
-    def choose(self, match: Ready, start_token: int, end_token: int) -> Choice | None:  # noqa: ARG002
+    def choose(
+        self,
+        match: Ready,  # noqa: ARG002
+        start_token: int,  # noqa: ARG002
+        end_token: int,  # noqa: ARG002
+        *,
+        split: bool,  # noqa: ARG002
+    ) -> Choice | None:
         """Decide nothing."""
         return None
 

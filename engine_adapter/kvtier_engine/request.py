@@ -36,6 +36,17 @@ class Status(StrEnum):
     FINISHED = "finished"
 
 
+@dataclass(slots=True)
+class Behind:
+    """A load of tokens from ``start_token`` on, while those before them are computed.
+
+    ``end_token`` is where what it brought ends, None while it is under way.
+    """
+
+    start_token: int
+    end_token: int | None = None
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     """A request's state. Owned by the scheduler; one thread only.
@@ -60,6 +71,7 @@ class Request:
     loaded_by_tier: dict[Tier, int] = field(default_factory=dict)
     #: What was decided of what the tiers hold, and what came of a load, until the request runs.
     choice: Choice | None = None
+    behind: Behind | None = None
     outcome: LoadOutcome | None = None
     #: Why each token of the prompt was loaded or computed; set when the request first runs.
     why: tuple[Why, ...] = ()
@@ -92,6 +104,18 @@ class Request:
     def remaining(self) -> int:
         """Tokens whose KV is still to be computed before the next one can be sampled."""
         return len(self.tokens) - self.computed
+
+    @property
+    def computable(self) -> int:
+        """How many of them may be computed now: not those that a load is about to bring."""
+        return self.remaining if self.behind is None else self.behind.start_token - self.computed
+
+    def pass_over(self) -> None:
+        """Go on behind what a load has brought, once all before it has been computed."""
+        behind = self.behind
+        if behind is None or behind.end_token is None or self.computed < behind.start_token:
+            return
+        self.computed, self.behind = behind.end_token, None
 
     @property
     def uses_prefix(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterator
-from enum import Enum, auto
+from functools import partial
 from heapq import heappop, heappush
 
 from kvtier.cache.match import Pending, Ready
@@ -20,27 +20,20 @@ from kvtier_engine.block_pool import BlockPool, BlockPoolError
 from kvtier_engine.coming import ComingBlocks
 from kvtier_engine.decisions import (
     blocks_for,
+    choose_end,
     decodes_first,
-    load_end,
     most_junior,
     rank,
     usable_tokens,
 )
 from kvtier_engine.explain import explain
 from kvtier_engine.link import Link, LoadEnded
-from kvtier_engine.request import Request, Status
-from kvtier_engine.scheduling import SchedulerConfig, SchedulerCounters, Share, Step
+from kvtier_engine.request import Behind, Request, Status
+from kvtier_engine.scheduling import SchedulerConfig, SchedulerCounters, Share, Step, Verdict
 from kvtier_engine.types import GenerateRequest
 
 #: Waiting requests looked at in one step, at most.
 ADMISSION_SCAN_MAX = 64
-
-
-class _Verdict(Enum):
-    RUNS = auto()
-    PARKED = auto()
-    LATER = auto()
-    NO_ROOM = auto()
 
 
 class Scheduler:
@@ -112,6 +105,7 @@ class Scheduler:
     def advance(self, share: Share) -> None:
         """Note that a share has been computed: its full blocks can be found and stored."""
         share.request.computed += share.count
+        share.request.pass_over()
         self._index(share.request)
         self._link.store(share.request)
 
@@ -160,7 +154,7 @@ class Scheduler:
         for request in decodes_first(self._running):
             if request.status is not Status.RUNNING:
                 continue
-            count = min(request.remaining, budget)
+            count = min(request.computable, budget)
             if count and not self._grow(request):
                 stalled = stalled or request
             elif count:
@@ -181,59 +175,47 @@ class Scheduler:
             if blocked is not None and request.status is not Status.LOADED:
                 continue
             verdict = self._admit(request)
-            if verdict is _Verdict.NO_ROOM:
+            if verdict is Verdict.NO_ROOM:
                 blocked = request
-            elif verdict is _Verdict.RUNS:
+            elif verdict is Verdict.RUNS:
                 self._run(request)
                 admitted.append(request)
-                shares.append(Share(request, min(request.remaining, budget)))
+                shares.append(Share(request, min(request.computable, budget)))
                 budget -= shares[-1].count
         return blocked
 
-    def _admit(self, request: Request) -> _Verdict:
+    def _admit(self, request: Request) -> Verdict:
         """Find what is cached of a request and take its blocks, all that its tokens need."""
         if request.status is Status.LOADED:
-            return _Verdict.RUNS
+            return Verdict.RUNS
         step = self._pool.block_tokens
         request.chain.extend(request.tokens)
         usable = usable_tokens(len(request.tokens), step) if request.uses_prefix else 0
         found = self._pool.find(request.chain, usable // step)
         if len(found) * step < usable and self._coming.worth_waiting_for(request, len(found)):
-            return _Verdict.LATER
+            return Verdict.LATER
         needed = blocks_for(len(request.tokens), step) - len(found)
         # One block of headroom per running request: else their next steps would preempt this one.
         room = needed + len(self._running)
         if not self._has_room(room, found, request):
-            return _Verdict.NO_ROOM
+            return Verdict.NO_ROOM
         # Asked even where HBM has all of it: the tiers should know what is in use.
         answer = self._link.lookup(request)
         if isinstance(answer, Pending):
             if len(found) * step < usable:
                 request.status = Status.LOOKUP
-                return _Verdict.LATER
+                return Verdict.LATER
             answer = None
-        end = self._choose(request, answer, len(found) * step, usable)
+        # Computing the front of what is loaded is free where nobody else wants the device.
+        alone = not self._running and len(self._waiting) == 1
+        choose = partial(self._link.choose, split=alone)
+        end = choose_end(request, answer, len(found) * step, usable, step, choose)
         if end is not None and len(self._loading) >= self._config.max_num_seqs:
-            return _Verdict.LATER
+            return Verdict.LATER
         self._take_blocks(request, found, needed)
         if answer is not None and self._begin_load(request, answer, end):
-            return _Verdict.PARKED
-        return _Verdict.RUNS
-
-    def _choose(
-        self, request: Request, answer: Ready | None, found_tokens: int, usable: int
-    ) -> int | None:
-        """Return where a load that is worth it ends; None when there is none to make."""
-        request.choice = request.outcome = None
-        if answer is None:
-            return None
-        step = self._pool.block_tokens
-        end = load_end(found_tokens, answer.tokens, usable, step)
-        if end is None:
-            return None
-        request.choice = self._link.choose(answer, found_tokens, end)
-        worth = end if request.choice is None else min(request.choice.end_token, end)
-        return load_end(found_tokens, worth, usable, step)
+            return Verdict.PARKED
+        return Verdict.RUNS
 
     def _has_room(self, room: int, found: list[int], request: Request) -> bool:
         """Tell whether so many blocks are to be had, taking them from parked juniors if need be."""
@@ -268,6 +250,9 @@ class Scheduler:
         """Tell the tiers of the admission, and park the request if they have something to load."""
         if not self._link.admit(request, answer, end or request.found_tokens):
             return False
+        if request.choice is not None and request.choice.split_token is not None:
+            request.behind = Behind(request.choice.split_token)
+            return False
         self._waiting.remove(request)
         self._loading.add(request)
         request.status = Status.LOADING
@@ -275,17 +260,23 @@ class Scheduler:
 
     def _end_load(self, ended: LoadEnded) -> None:
         """Use what a load brought. The rest of its blocks is computed as if never loaded."""
-        request, outcome = ended.request, ended.outcome
-        self._loading.remove(request)
-        request.status = Status.LOADED
-        self._wait(request)
+        request, outcome, behind = ended.request, ended.outcome, ended.request.behind
+        if behind is None:
+            self._loading.remove(request)
+            request.status = Status.LOADED
+            self._wait(request)
         if outcome is None:
             request.unlinked = True
-            self._give_back(request)
+            (self._give_back if behind is None else self._preempt)(request)
             return
-        usable = usable_tokens(len(request.tokens), self._pool.block_tokens)
-        request.computed = max(request.computed, min(outcome.end_token, usable))
+        end = min(outcome.end_token, usable_tokens(len(request.tokens), self._pool.block_tokens))
         request.outcome, request.loaded_by_tier = outcome, dict(outcome.tokens_by_tier)
+        if behind is None:
+            request.computed = max(request.computed, end)
+        else:
+            behind.end_token = end
+            self._note_run(request)
+            request.pass_over()
         self._index(request)
 
     def _run(self, request: Request) -> None:
@@ -294,6 +285,11 @@ class Scheduler:
         request.row = heappop(self._free_rows)
         request.admitted = True
         request.status = Status.RUNNING
+        if request.behind is None:
+            self._note_run(request)
+
+    def _note_run(self, request: Request) -> None:
+        """Count what a request had from the tiers, once it is known."""
         if request.cached_by_tier is not None:
             self.counters.refound_tokens += request.computed
             return
@@ -330,6 +326,8 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Send a running request back to the line; what it has generated is computed again."""
+        if request.behind is not None:
+            self._link.drop(request)
         self._running.remove(request)
         assert request.row is not None
         self._rows_removed.append(request.row)
@@ -378,7 +376,9 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         """Give back a request's blocks. It is no longer about to bring any."""
         self._coming.settle(request, 0, len(request.chain.digests))
-        request.loaded_by_tier = {}
+        if request.behind is not None and request.behind.end_token is None:
+            self._note_run(request)
+        request.loaded_by_tier, request.behind = {}, None
         request.found_tokens = request.indexed = 0
         self._pool.release(request.give_blocks())
 

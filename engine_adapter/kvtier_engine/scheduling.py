@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from kvtier.errors import ConfigError
 from kvtier.types import Tier
@@ -27,6 +28,15 @@ class SchedulerConfig:
                 f"max_num_batched_tokens = {self.max_num_batched_tokens}; allowed: at least "
                 f"max_num_seqs = {self.max_num_seqs}"
             )
+
+
+class Verdict(Enum):
+    """What becomes of a waiting request in a step."""
+
+    RUNS = auto()
+    PARKED = auto()
+    LATER = auto()
+    NO_ROOM = auto()
 
 
 @dataclass(frozen=True, slots=True)

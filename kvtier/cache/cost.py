@@ -29,6 +29,8 @@ from kvtier.types import ChunkHit, Tier
 #: away from what a try costs and from where a load is given up (``Patience``).
 LEAVES_AT = 1.05
 RETURNS_AT = 0.975
+#: What computing the front of a load beside it must save of the load's time to be worth it.
+SPLIT_GAIN_MIN = 0.2
 
 #: Seconds to compute tokens ``start .. end``; None while nothing is known of it.
 Recompute = Callable[[int, int], float | None]
@@ -41,6 +43,7 @@ class Reason(StrEnum):
     FASTER = "faster"
     UNKNOWN = "unknown"  # Nothing is known of the link, or of computing: a load shows it.
     RETRY = "retry"  # Too slow so far; with a head start, a load may show that it no longer is.
+    MEANWHILE = "meanwhile"  # Computed while what comes behind was loaded.
     SLOWER = "slower"
     SILENT = "silent"  # The link owes an answer for too long.
 
@@ -173,3 +176,29 @@ def _reason(price: Price, *, beyond: bool, computable: bool) -> Reason:
         # One try at a time: what is under way shows as much.
         return Reason.RETRY if price.idle else Reason.SLOWER
     return Reason.UNKNOWN if price.load_s is None or not computable else Reason.FASTER
+
+
+def split_at(judged: Sequence[Judged], chunk_tokens: int, recompute: Recompute) -> int | None:
+    """Return where a load is to begin so that computing what comes before takes as long.
+
+    None where that gains little: both together take the time of the longer one, which is half of
+    the load's at best. Only for one run that lies below DRAM and is worth loading anyway.
+    """
+    loaded = [each for each in judged if each.loaded]
+    if len(loaded) != 1 or loaded[0].reason is not Reason.FASTER:
+        return None
+    run, load_s = loaded[0].segment, loaded[0].load_s
+    if run.tier is Tier.DRAM or not load_s:
+        return None
+    best, least_s = None, load_s * (1 - SPLIT_GAIN_MIN)
+    first = (run.start_token // chunk_tokens + 1) * chunk_tokens
+    for cut in range(first, run.end_token, chunk_tokens):
+        front_s = recompute(run.start_token, cut)
+        if front_s is None:
+            return None
+        both_s = max(front_s, load_s * (run.end_token - cut) / run.tokens)
+        if both_s >= least_s and best is not None:
+            break
+        if both_s < least_s:
+            best, least_s = cut, both_s
+    return best

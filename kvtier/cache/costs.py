@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from kvtier.cache.cost import Judged, Price, Reason, Segment, judge, segments
+from kvtier.cache.cost import Judged, Price, Reason, Segment, judge, segments, split_at
 from kvtier.cache.cost_store import Kept, KeptPrefill, name_of
 from kvtier.cache.lines import Points, PrefillPoints
 from kvtier.cache.link import Link
@@ -27,18 +27,21 @@ class Terms:
 
     start_token: int
     head_start_s: float | None
+    free_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Choice:
     """What of a match's tokens ``start_token .. stop_token`` to load, and why the rest not.
 
-    ``judged`` covers them, in order, as far as the match does.
+    ``judged`` covers them, in order, as far as the match does. With ``split_token`` the load begins
+    there, and tokens before it are computed meanwhile.
     """
 
     start_token: int
     judged: tuple[Judged, ...] = ()
     terms: Terms | None = None
+    split_token: int | None = None
 
     @cached_property
     def end_token(self) -> int:
@@ -82,8 +85,13 @@ class Costs:
         self._saved_s = self._lost_s = 0.0
         self._kept = Kept()
 
-    def choose(self, match: Ready, start_token: int, end_token: int) -> Choice:
-        """Decide what of the match's tokens to load. Counts and begins nothing; never waits."""
+    def choose(
+        self, match: Ready, start_token: int, end_token: int, *, split: bool = False
+    ) -> Choice:
+        """Decide what of the match's tokens to load. Counts and begins nothing; never waits.
+
+        With ``split``, the caller can compute tokens while those behind them are loaded.
+        """
         with self._lock:
             sequence = match.sequence
             layout = sequence.layout
@@ -93,7 +101,12 @@ class Costs:
             patience_s = recompute(start_token, max(tokens.stop, start_token)) or 0.0
             prices = [self._price(run, patience_s) for run in runs]
             judged = tuple(judge(runs, prices, recompute))
-            return Choice(start_token, judged, self._terms(judged))
+            chunk = layout.chunk_tokens
+            cut = split_at(judged, chunk, recompute) if split and self._worth <= 1 else None
+            if cut is None:
+                return Choice(start_token, judged, self._terms(judged))
+            free_s = recompute(start_token, cut) or 0.0
+            return Choice(start_token, judged, Terms(cut, None, free_s), cut)
 
     def serve(self, computer: str, tokens: int, seconds: float) -> None:
         """Name what computes, model and device, and what so many tokens took there at a try.
@@ -178,6 +191,7 @@ class Costs:
             self._prefill,
             self._worth,
             terms.head_start_s,
+            terms.free_s,
         )
 
     @property

@@ -53,7 +53,7 @@ class Patience:
 
     The load is of tokens ``start_token .. end_token`` and began at ``begun_s``. ``worth`` is what
     a second of the GPU is worth in seconds of waiting. With ``head_start_s`` the load is expected
-    to be too slow.
+    to be too slow. For ``free_s`` waiting costs nothing: what comes before is computed meanwhile.
     """
 
     begun_s: float
@@ -62,6 +62,7 @@ class Patience:
     prefill: PrefillPoints
     worth: float = 1.0
     head_start_s: float | None = None
+    free_s: float = 0.0
     _share: float = field(default=0.0, init=False)
     _first: tuple[float, float] | None = field(default=None, init=False)
     _projected_s: float | None = field(default=None, init=False)
@@ -86,14 +87,16 @@ class Patience:
         left = self._recompute_s(complete_token)
         if total is None or left is None:
             return False
+        if waited < self.free_s:
+            return False
         if self._projected_s is None:
             limit = total if self.head_start_s is None else self.head_start_s
-            return waited >= limit
+            return waited >= limit + self.free_s
         if waited >= self._projected_s:
             # What should have been complete by now goes on at its average pace.
             self._projected_s = waited / min(share + coming, 1.0)
         projected = self._projected_s
-        if max(projected, waited) > total * (1 + OVERTIME):
+        if max(projected, waited) > total * (1 + OVERTIME) + self.free_s:
             return True
         slack = OVERTIME * total if self.head_start_s is None else 0.0
         return projected - waited > left + slack

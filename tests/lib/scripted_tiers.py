@@ -84,10 +84,14 @@ class ScriptedCosts:
 
     #: Tokens from which on nothing is worth a load.
     worth_tokens: int = 1 << 30
+    #: Where loads begin while what comes before is computed, for who can do that.
+    split_token: int | None = None
     prefills: list[tuple[float, int, float]] = field(default_factory=list)
     on_call: Callable[[str], None] = lambda _: None
 
-    def choose(self, match: Ready, start_token: int, end_token: int) -> Choice:
+    def choose(
+        self, match: Ready, start_token: int, end_token: int, *, split: bool = False
+    ) -> Choice:
         self.on_call("choose")
         end = min(end_token, match.tokens)
         cut = min(max(start_token, self.worth_tokens), end)
@@ -98,7 +102,8 @@ class ScriptedCosts:
             for first, stop, reason in parts
             if stop > first
         )
-        return Choice(start_token, tuple(judged))
+        front = self.split_token if split and start_token < (self.split_token or 0) < cut else None
+        return Choice(start_token, tuple(judged), split_token=front)
 
     def note_prefill(self, start_token: float, tokens: int, seconds: float) -> None:
         self.on_call("note_prefill")

@@ -82,6 +82,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.tiers.load_polls, self.tiers.store_polls = loads, stores
         self.tiers.pending_lookups = lookups
 
+    @rule(split=st.sampled_from([None, 4, 8]), worth=st.sampled_from([1 << 30, 4, 0]))
+    def priced_tiers(self, split: int | None, worth: int) -> None:
+        self.tiers.costs.split_token, self.tiers.costs.worth_tokens = split, worth
+
     @rule(chunks=st.sets(st.integers(0, 4)), refuse=st.booleans(), most=st.integers(1, 3))
     def faulty_tiers(self, chunks: set[int], refuse: bool, most: int) -> None:
         self.tiers.failing_chunks = chunks

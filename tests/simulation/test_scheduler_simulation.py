@@ -34,6 +34,8 @@ class Day:
             config=config,
         )
         self.engine.tiers.load_polls = rng.choice([0, 1, 20])
+        self.engine.tiers.costs.split_token = rng.choice([None, 4, 8, 16])
+        self.engine.tiers.costs.worth_tokens = rng.choice([1 << 30, 12])
         self.answers: list[Answer] = []
         self.met: Counter[str] = Counter()
 

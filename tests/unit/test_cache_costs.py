@@ -17,7 +17,7 @@ from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import EngineDouble, Loading, wait_until
 from kvtier.testing.fault_files import FileGate, FileOperation
 from kvtier.types import MissReason, Tier
-from tests.lib.cache_setup import CHUNK, CacheSetup, cache_setup, settle, tier_stats
+from tests.lib.cache_setup import CHUNK, CHUNK_BYTES, CacheSetup, cache_setup, settle, tier_stats
 
 TOKENS = range(4 * CHUNK)
 COSTS = "costs.json"
@@ -202,3 +202,28 @@ def test_a_damaged_file_costs_no_more_than_what_it_held(setup: CacheSetup) -> No
     match, choice = chosen(engine)
     assert reasons(choice) == [Reason.UNKNOWN]
     engine.drive(begin(engine, match, choice))
+
+
+def test_who_can_compute_meanwhile_loads_the_back_only(setup: CacheSetup) -> None:
+    clock = FakeClock()
+    engine = setup.on_disk(TOKENS, clock=clock)
+    costs = engine.cache.costs
+    nbytes = 4 * CHUNK_BYTES
+    link = costs.link(Tier.DISK)
+    link.started(clock.now(), nbytes)
+    link.arrived(clock.now() + 3.0, nbytes)
+    link.ended(clock.now() + 3.0, nbytes)
+    costs.note_prefill(0, len(TOKENS), 3.2)
+    match = engine.match(engine.sequence(TOKENS))
+    assert costs.choose(match, 0, match.tokens).split_token is None
+    choice = costs.choose(match, 0, match.tokens, split=True)
+    assert choice.split_token == 2 * CHUNK
+    assert choice.end_token == len(TOKENS)
+    back = engine.blocks(range(choice.split_token, choice.end_token))
+    engine.poison()
+    load = engine.cache.begin_load(match, back, choice=choice)
+    assert load is not None
+    loading = Loading(load, match, back)
+    outcome = engine.drive(loading)
+    assert (outcome.start_token, outcome.end_token) == (2 * CHUNK, 4 * CHUNK)
+    engine.check(loading)

@@ -13,6 +13,7 @@ from kvtier.cache.cost import (
     Segment,
     judge,
     segments,
+    split_at,
 )
 from kvtier.types import ChunkHit, ChunkKey, Tier
 
@@ -110,3 +111,32 @@ def test_a_try_holds_up_nothing_that_is_worth_it() -> None:
 
 def test_no_run_no_verdict() -> None:
     assert judge([], [], per_token) == []
+
+
+def whole(load_s: float | None, tier: Tier = Tier.DISK) -> list[Judged]:
+    return judge([run_of(0, 1024, tier)], [Price(load_s)], per_token)
+
+
+@pytest.mark.parametrize(
+    ("load_s", "cut"), [(1.024, 512), (0.512, 256), (0.34, 256), (0.26, None), (0.01, None)]
+)
+def test_computing_the_front_takes_as_long_as_loading_the_back(
+    load_s: float, cut: int | None
+) -> None:
+    assert split_at(whole(load_s), CHUNK, per_token) == cut
+
+
+def test_only_one_run_below_dram_that_is_worth_it_is_split() -> None:
+    assert split_at(whole(1.0, Tier.DRAM), CHUNK, per_token) is None
+    assert split_at(whole(None), CHUNK, per_token) is None
+    assert split_at(whole(9.0), CHUNK, per_token) is None
+    runs = [run_of(0, 1024), run_of(1024, 2048, Tier.REMOTE)]
+    two = judge(runs, [Price(0.9), Price(0.9)], per_token)
+    assert split_at(two, CHUNK, per_token) is None
+    assert split_at([], CHUNK, per_token) is None
+
+
+def test_a_split_is_at_a_chunk_wherever_the_run_begins() -> None:
+    judged = judge([run_of(100, 1024)], [Price(0.9)], per_token)
+    cut = split_at(judged, CHUNK, per_token)
+    assert cut == 512

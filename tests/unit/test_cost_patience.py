@@ -90,3 +90,14 @@ def test_those_beside_the_first_may_be_about_to_come() -> None:
         waits.over(100.1, Progress(1 / 32, coming, 0))
     assert alone.over(100.2, Progress(2 / 32, 0.0, 0))
     assert not beside.over(100.2, Progress(5 / 32, 3 / 32, 0))
+
+
+def test_waiting_is_free_while_something_else_is_computed() -> None:
+    prefill = PrefillPoints()
+    prefill.observe(0, TOKENS, 1.0)
+    waits = Patience(100.0, 0, TOKENS, prefill, free_s=0.5)
+    assert not waits.over(100.4, Progress(0.01, 0.0, 0)), "hopeless, and free"
+    assert waits.over(100.6, Progress(0.02, 0.0, 0))
+    silent = Patience(100.0, 0, TOKENS, prefill, free_s=0.5)
+    assert not silent.over(101.4, Progress(0.0, 0.0, 0))
+    assert silent.over(101.5, Progress(0.0, 0.0, 0))
