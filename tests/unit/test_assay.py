@@ -113,3 +113,21 @@ def test_what_no_codec_stores_is_left_out(flow: Flow) -> None:
     flow.pool.layer_view(0, 1, Part.V)[0, 5, 0, 0] = float("nan")
     assert assayed(flow, tokens=CHUNKS * CHUNK - 4) is None
     assert assayed(flow) == ()
+
+
+def test_the_mean_is_taken_away_first(flow: Flow) -> None:
+    """A mean that is one value once rotated would hide the rest; the rest is Gaussian."""
+    still = Rotary((0.0,) * 32)
+    spike = torch.zeros(DIM, 1)
+    spike[7] = 50.0
+    mean = reference.unrotate(spike).reshape(DIM)
+    for layer in range(3):
+        view = flow.pool.layer_view(0, layer, Part.K)
+        generator = torch.Generator().manual_seed(layer)
+        view.copy_(torch.randn(view.shape, generator=generator) + mean)
+    for share, weak in ((1.0, ()), (0.0, GROUP.layers)):
+        means = np.broadcast_to(share * mean.numpy(), (3, 2, DIM)).astype(np.float32)
+        assay = Assay(Calibration(LAYOUT, (means,), (still,)), tokens=64)
+        for move in flow.moves():
+            assay.observe(flow.pool, move)
+        assert assay.weak_layers == weak

@@ -244,5 +244,14 @@ class Liar(ZstdCodec):
 def test_what_is_decoded_is_verified_too() -> None:
     _, data = stored(described())
     verify_stored(memoryview(data), parse_stored(memoryview(data)), 0)
-    with pytest.raises(ChecksumError, match="section 0 differs"):
+    with pytest.raises(ChecksumError, match=r"^section 0 differs"):
         decoded(data, Liar())
+
+
+def test_what_is_stored_is_verified_without_decoding() -> None:
+    _, data = stored(described())
+    found = parse_stored(memoryview(data))
+    data[found.span(1).start] ^= 1
+    verify_stored(memoryview(data), found, 0)
+    with pytest.raises(ChecksumError, match="encoded section 1 differs"):
+        verify_stored(memoryview(data), found, 1)
