@@ -4,10 +4,11 @@
 
 The disk's file system is throttled to one rate after the other, slow and fast in turns. At each,
 the first request after the change is timed, then eight small ones pass, then every prefix length
-is timed three ways in turns: through the cache by what it costs, loading whatever is held, and
-recomputing. A load that would take more than four times as long as recomputing is not timed; its
-bytes over the rate stand for it. DRAM holds a few chunks only, so prefixes lie on disk. Nothing is
-timed before all three ways have generated the same tokens.
+is timed three ways in turns, of which another one goes first each time: through the cache by what
+it costs, loading whatever is held, and recomputing. A load that would take more than four times as
+long as recomputing is not timed; its bytes over the rate stand for it. DRAM holds a few chunks
+only, so prefixes lie on disk. Nothing is timed before all three ways have generated the same
+tokens.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ CHUNK_TOKENS = 256
 #: Chunks of DRAM: what a load has on its way, and one more.
 DRAM_CHUNKS = 6
 WARM_REQUESTS = 8
+WAYS = ("cost", "compute", "load")
 #: Loads that would take more than so many times recomputing are worked out, not timed.
 TIMED_MAX = 4.0
 
@@ -118,7 +120,9 @@ def measure(
         row: dict[str, Any] = {"bytes_per_s": rate if math.isfinite(rate) else None}
         row["first_after_change"] = _ratio([changed])
         for length, rounds in sizes.rounds.items():
-            timed = [_round(rig, prompts, length, chunk_bytes, rate) for _ in range(rounds)]
+            timed = [
+                _round(rig, prompts, length, chunk_bytes, rate, turn) for turn in range(rounds)
+            ]
             row[str(length)] = _ratio(timed)
         rows.append(row)
         show(row)
@@ -126,18 +130,24 @@ def measure(
 
 
 def _round(
-    rig: Rig, prompts: Prompts, length: int, chunk_bytes: int, rate: float
+    rig: Rig, prompts: Prompts, length: int, chunk_bytes: int, rate: float, turn: int = 0
 ) -> dict[str, Any]:
-    """Time one prompt of a length each way, through the cache first."""
-    through = rig.answer("cost", prompts.next(length))
-    compute_s = rig.answer("compute", prompts.next(length)).first_s
-    load_s = length // CHUNK_TOKENS * chunk_bytes / rate
-    if load_s < TIMED_MAX * compute_s:
-        _wait_until_idle(rig.cache)
-        load_s = rig.answer("load", prompts.next(length)).first_s
-    assert through.usage is not None
-    reasons = Counter(why.reason for why in through.usage.why)
-    return {"cost": through.first_s, "compute": compute_s, "load": load_s, "why": reasons}
+    """Time one prompt of a length each way. Who goes first changes with ``turn``."""
+    bytes_s = length // CHUNK_TOKENS * chunk_bytes / rate
+    slowest_s = TIMED_MAX * (rig.cache.costs.recompute_s(0, length) or 0.0)
+    seconds = {"load": bytes_s}
+    reasons: Counter[str] = Counter()
+    for place in range(len(WAYS)):
+        way = WAYS[(place + turn) % len(WAYS)]
+        if way == "load" and bytes_s > slowest_s:
+            continue
+        if way == "load":
+            _wait_until_idle(rig.cache, slowest_s)
+        asked = rig.answer(way, prompts.next(length))
+        seconds[way] = asked.first_s
+        if way == "cost" and asked.usage is not None:
+            reasons = Counter(why.reason for why in asked.usage.why)
+    return {**seconds, "why": reasons}
 
 
 def _ratio(rounds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -175,10 +185,16 @@ def _wait_until_written(cache: Cache) -> None:
         time.sleep(0.01)
 
 
-def _wait_until_idle(cache: Cache) -> None:
-    """Wait until no read is under way, whoever has given up on it."""
-    while any(tier.pinned_chunks for tier in cache.stats().tiers) or cache.stats().late_jobs:
+def _wait_until_idle(cache: Cache, longest_s: float = math.inf) -> None:
+    """Wait until no read is under way, whoever has given up on it, for so long at most."""
+    end = time.monotonic() + longest_s
+    while time.monotonic() < end and _busy(cache):
         time.sleep(0.01)
+
+
+def _busy(cache: Cache) -> bool:
+    stats = cache.stats()
+    return bool(stats.late_jobs) or any(tier.pinned_chunks for tier in stats.tiers)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
