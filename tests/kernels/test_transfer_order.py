@@ -152,3 +152,33 @@ def test_the_next_batch_is_started_before_the_last_one_is_waited_for() -> None:
         assert waits[1] < first_end
         assert len(waits) == (2 if bad else 3)
         assert finished(log, "store") == marks(log, "store")
+
+
+class BreaksOnce(list[str]):
+    """A log at whose ``nth`` line the device fails."""
+
+    def __init__(self, nth: int) -> None:
+        super().__init__()
+        self.nth = nth
+
+    def append(self, line: str) -> None:
+        super().append(line)
+        if len(self) == self.nth:
+            raise OSError("the device failed")
+
+
+@pytest.mark.parametrize("way", [DIRECT, STAGED], ids=["direct", "staged"])
+def test_b01_where_a_start_fails_all_that_was_begun_is_waited_for(way: Way) -> None:
+    """At whichever step: to the end of both queues."""
+    made = made_codec("raw", LAYOUT)
+    batch = shipments(made, [made_move(made, LAYOUT, BLOCKS)])
+    whole = BreaksOnce(1000)
+    made_mover(pool_for(), way, log=whole).move(Direction.STORE, [batch], "mark")
+    last_work = max(nth for nth, line in enumerate(whole, 1) if line == "store kernels")
+    first_work = whole.index("store kernels") + 1
+    for nth in range(first_work, last_work + 1):
+        log = BreaksOnce(nth)
+        with pytest.raises(OSError, match="the device failed"):
+            made_mover(pool_for(), way, log=log).move(Direction.STORE, [batch], "mark")
+        assert finished(log[nth:], "store") == marks(log[nth:], "store")
+        assert len(marks(log[nth:], "store")) == 2
