@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,19 @@ from kvtier.config import CacheConfig, DiskConfig
 from kvtier.constants import GIB, MIB
 from kvtier_engine.weights.load import DEFAULT_MODEL, LoadedModel, load_model
 
-PREFIX_TOKENS = 512
 RUNNING = 2
-#: Loads in a round, one after the other, and tokens that the running ones generate meanwhile.
-LOADS = 6
-STEPS = 48
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Loads in a round, one after the other, and the tokens that are generated meanwhile."""
+
+    prefix_tokens: int = 512
+    loads: int = 6
+    steps: int = 48
+
+
+SMOKE = Sizes(256, 2, 8)
 
 
 def prompts_of(model: LoadedModel, count: int, length: int, seed: int) -> list[list[int]]:
@@ -62,15 +71,15 @@ def gate(rig: Rig, prefixes: Sequence[Sequence[int]]) -> None:
 
 
 def measure(
-    rig: Rig, prefixes: Sequence[Sequence[int]], rows: Sequence[Sequence[int]], *, loads: bool
+    rig: Rig, prefixes: Sequence[Sequence[int]], rows: Sequence[Sequence[int]], steps: int
 ) -> list[float]:
-    """Return the times of steps that generate, with loads beside them or without."""
+    """Return the times of steps that generate while prefixes, or none, are loaded beside them."""
     core = rig.cores["load"]
     core.forget_prefixes()
-    running = [rig.submit("load", row, STEPS) for row in rows]
+    running = [rig.submit("load", row, steps) for row in rows]
     while not all(each.tokens for each in running):
         core.step()
-    waiting = list(prefixes) if loads else []
+    waiting = list(prefixes)
     loading: list[Asked] = []
     times: list[float] = []
     while not all(each.done for each in running):
@@ -86,24 +95,24 @@ def measure(
     return times
 
 
-def run(model: LoadedModel, folder: str, rounds: int) -> dict[str, Any]:
+def run(model: LoadedModel, folder: str, sizes: Sizes, rounds: int) -> dict[str, Any]:
     """Measure in turns; return the figures of a row."""
     config = CacheConfig(dram_bytes=96 * MIB, slab_bytes=16 * MIB, disk=DiskConfig(folder, 4 * GIB))
     cache = Cache(config)
-    rig = Rig(model, cache, tokens=4 * PREFIX_TOKENS, rows=RUNNING + 2)
+    rig = Rig(model, cache, tokens=4 * sizes.prefix_tokens, rows=RUNNING + 2)
     try:
-        prefixes = prompts_of(model, LOADS, PREFIX_TOKENS + 1, 0)
-        rows = prompts_of(model, RUNNING, 32, LOADS)
+        prefixes = prompts_of(model, sizes.loads, sizes.prefix_tokens + 1, 0)
+        rows = prompts_of(model, RUNNING, 32, sizes.loads)
         gate(rig, prefixes)
-        times: dict[bool, list[float]] = {False: [], True: []}
-        for number in range(2 * rounds):
-            loads = bool(number % 2)
-            times[loads] += measure(rig, prefixes, rows, loads=loads)
+        times: dict[str, list[float]] = {"without": [], "with": []}
+        for _ in range(rounds):
+            times["without"] += measure(rig, [], rows, sizes.steps)
+            times["with"] += measure(rig, prefixes, rows, sizes.steps)
         stats = rig.cache.stats()
     finally:
         rig.close()
         cache.close()
-    figures = {name: _figures(times[loads]) for name, loads in (("without", False), ("with", True))}
+    figures = {name: _figures(values) for name, values in times.items()}
     ratio = figures["with"]["p99_s"] / figures["without"]["p99_s"]
     hit_tokens = {tier.tier.value: tier.counters.hit_tokens for tier in stats.tiers}
     return {**figures, "p99_ratio": ratio, "hit_tokens": hit_tokens}
@@ -126,7 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     model = load_model(DEFAULT_MODEL)
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
-        figures = run(model, str(Path(folder) / "kv"), 1 if options.smoke else options.rounds)
+        sizes, rounds = (SMOKE, 1) if options.smoke else (Sizes(), options.rounds)
+        figures = run(model, str(Path(folder) / "kv"), sizes, rounds)
     for name in ("without", "with"):
         row = figures[name]
         print(

@@ -31,9 +31,11 @@ POLL_S = 0.001
 class AlwaysLoad(CacheLink):
     """Loads all that there is, and waits for it to the end."""
 
-    def choose(self, match: Ready, start_token: int, end_token: int) -> Choice | None:
+    def choose(
+        self, match: Ready, start_token: int, end_token: int, *, split: bool
+    ) -> Choice | None:
         """Decide nothing."""
-        del match, start_token, end_token
+        del match, start_token, end_token, split
         return None
 
 

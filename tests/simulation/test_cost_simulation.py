@@ -48,13 +48,13 @@ def simulate(seed: int, noise: float, worlds: int) -> Worst:
     return worst
 
 
-@pytest.mark.parametrize(("seed", "noise"), [(1, 0.0), (2, 0.02)])
-def test_never_slower(seed: int, noise: float) -> None:
-    worst = simulate(seed, noise, 12)
-    assert worst.requests > 600
+@pytest.mark.parametrize(("case", "noise"), [(1, 0.0), (2, 0.02)])
+def test_never_slower(case: int, noise: float, seed: int, scale: int) -> None:
+    worst = simulate(1000 * seed + case, noise, 8 * scale)
+    assert worst.requests >= 400
     # What computes and transfers may itself take so much longer than it did before.
-    assert worst.stable <= 1.1 * (1 + 2 * noise), (seed, worst)
-    assert worst.any <= 2.1 * (1 + 2 * noise), (seed, worst)
+    assert worst.stable <= 1.1 * (1 + 2 * noise), worst
+    assert worst.any <= 2.1 * (1 + 2 * noise), worst
 
 
 @pytest.mark.parametrize("tokens", [256, 4096])
