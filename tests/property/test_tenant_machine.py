@@ -157,4 +157,4 @@ class TenantMachine(RuleBasedStateMachine):
 
 
 TestTenants = TenantMachine.TestCase
-TestTenants.settings = settings(max_examples=6, stateful_step_count=10, deadline=None)
+TestTenants.settings = settings(max_examples=15, stateful_step_count=15, deadline=None)
