@@ -22,6 +22,7 @@ from kvtier.errors import (
 from kvtier.interfaces import Connector, Listable
 from kvtier.testing.connector_contract import get, get_whole, payload_of, put
 from kvtier.types import ReadRequest, WriteItem
+from kvtier_connectors.decorators import Deadlined
 from kvtier_connectors.redis.objects import (
     PART_BYTES,
     Header,
@@ -300,6 +301,22 @@ async def test_a_cancelled_read_ends_although_the_server_does_not_answer(
         server.thaw()
     assert await read_one(connector, b"key", LARGE) == payload_of(b"key", LARGE)
     assert set(buffer) == {0xEE}, "the buffer is the caller's again"
+
+
+async def test_a_deadline_holds_although_the_server_does_not_answer(
+    server: RedisServer, opened: Opened
+) -> None:
+    inner = kvtier.registry.connect(f"{server.url}?timeout_s=3000&connect_timeout_s=1")
+    connector = opened(Deadlined(inner, 0.2))
+    await put(inner, {b"key": payload_of(b"key", LARGE)})
+    server.freeze()
+    try:
+        assert isinstance(await read_one(connector, b"key", LARGE), ConnectorTimeoutError)
+        outcome = await write_one(connector, b"key", bytes(LARGE))
+        assert isinstance(outcome, ConnectorTimeoutError)
+    finally:
+        server.thaw()
+    assert await read_one(inner, b"key", LARGE) == payload_of(b"key", LARGE)
 
 
 async def test_a_wrong_password_is_a_refusal_that_does_not_tell_it(

@@ -95,6 +95,29 @@ async def test_a_slot_that_moves_is_followed_at_every_step(
     assert cluster.owner(SLOT) == target
 
 
+async def test_an_object_of_many_parts_is_whole_while_half_of_it_has_moved(
+    cluster: RedisCluster, opened: Opened
+) -> None:
+    """More parts than are under way at a time; the first ones are on the other node."""
+    connector = opened(kvtier.registry.connect(f"{cluster.url}?connections=1"))
+    data = payload_of(b"key", 20 * PART_BYTES)
+    await put(connector, {b"key": data})
+    source = cluster.owner(SLOT)
+    target = (source + 1) % len(cluster.servers)
+    names = await asyncio.to_thread(cluster.begin_move, SLOT, source, target)
+    firsts = [name for name in names if name.endswith((":0", ":1", ":2", ":3"))]
+    await asyncio.to_thread(cluster.move_keys, firsts, source, target)
+    assert await get_whole(connector, {b"key": len(data)}) == [data]
+    await put(connector, {b"key": DATA})
+    rest = await asyncio.to_thread(
+        call, cluster.servers[source], "CLUSTER", "GETKEYSINSLOT", SLOT, 1000
+    )
+    assert rest == ["kvtier:{6b6579}"], "all but the header, which is still here, has gone"
+    await asyncio.to_thread(cluster.move_keys, rest, source, target)
+    await asyncio.to_thread(cluster.end_move, SLOT, target)
+    assert await get_whole(connector, {b"key": LARGE}) == [DATA]
+
+
 async def test_a_dead_node_costs_its_own_keys_only(tmp_path: Path, opened: Opened) -> None:
     with redis_cluster(tmp_path) as cluster:
         connector = opened(kvtier.registry.connect(cluster.url))

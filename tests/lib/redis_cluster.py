@@ -48,14 +48,14 @@ class RedisCluster:
                     return number
         raise AssertionError(f"nobody holds slot {slot}")
 
-    def begin_move(self, slot: int, source: int, target: int) -> list[bytes]:
+    def begin_move(self, slot: int, source: int, target: int) -> list[str]:
         """Let a slot be on its way; return the names of its keys, all of them at the source."""
         call(self.servers[target], "CLUSTER", "SETSLOT", slot, "IMPORTING", self.ids[source])
         call(self.servers[source], "CLUSTER", "SETSLOT", slot, "MIGRATING", self.ids[target])
-        names: list[bytes] = call(self.servers[source], "CLUSTER", "GETKEYSINSLOT", slot, 1000)
+        names: list[str] = call(self.servers[source], "CLUSTER", "GETKEYSINSLOT", slot, 1000)
         return sorted(names)
 
-    def move_keys(self, names: list[bytes], source: int, target: int) -> None:
+    def move_keys(self, names: list[str], source: int, target: int) -> None:
         port = self.servers[target].port
         words = ("MIGRATE", "127.0.0.1", port, "", 0, 5000, "KEYS", *names)
         call(self.servers[source], *words)

@@ -54,7 +54,8 @@ class RedisConnector:
 
     With ``ttl_s`` an object goes that long after it was written; without, when the server evicts
     it. Used from one event loop: sockets are waited for in threads of our own. A cancelled call
-    breaks off its connections and returns when nothing touches its buffers any more.
+    breaks off its connections and returns when nothing touches its buffers any more; a connection
+    that is just being made takes until ``connect_timeout_s``.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -276,8 +277,9 @@ class RedisConnector:
         return commands
 
     def _unlink(self, key: bytes, header: Header) -> list[Command]:
+        # One by one: while a slot moves, a command over keys of both nodes is refused.
         names = part_names(object_name(self._settings.prefix, key), header)
-        return [self._command(key, b"UNLINK", *names[1:], name=names[0])] if names else []
+        return [self._command(key, b"UNLINK", name=name) for name in names]
 
     async def list(self, prefix: bytes) -> AsyncIterator[KeyInfo]:
         """Scan every node for headers, and read them.

@@ -43,7 +43,8 @@ class Command:
     ``slot`` is the cluster's slot of its keys. Of a bulk answer the first ``head_bytes`` are
     returned and what follows goes ``into`` the caller's buffer as far as it reaches; without a
     buffer all of it is returned. When a command with the same ``job`` fails, the later ones are not
-    sent any more, unless ``job`` is None.
+    sent any more, unless ``job`` is None. A redirection is no failure: the other keys of a slot
+    that is on its way may still be here.
     """
 
     words: tuple[bytes | memoryview, ...]
@@ -103,7 +104,8 @@ def connection_options(settings: Settings) -> dict[str, Any]:
     options: dict[str, Any] = {
         "username": settings.login.username,
         "password": settings.login.password,
-        "socket_timeout": settings.timeout_s,
+        # Until it has logged in, nobody could abort it; payload has a limit of its own.
+        "socket_timeout": min(settings.timeout_s, settings.connect_timeout_s),
         "socket_connect_timeout": settings.connect_timeout_s,
         "protocol": 2,
         "retry": Retry(NoBackoff(), 0),
@@ -191,7 +193,8 @@ class Link:
     ) -> None:
         self._flush()
         reply = self._reply(command)
-        if isinstance(reply, Exception) and command.job is not None:
+        sent_on = isinstance(reply, redis_errors.AskError)
+        if isinstance(reply, Exception) and not sent_on and command.job is not None:
             failed[command.job] = reply
         answered(reply)
 
