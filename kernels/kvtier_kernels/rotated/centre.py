@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
     from kvtier_kernels.raw import Span
+
+
+class Taken(NamedTuple):
+    """What is taken from some rows: ``mean * cos + partner * sin``, each step rounded.
+
+    float32: ``mean`` and ``partner`` ``[..., 1, dim]``, ``cos`` and ``sin`` ``[tokens, dim]``.
+    """
+
+    mean: torch.Tensor
+    partner: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def offsets(
+        self, out: torch.Tensor | None = None, spare: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The offsets ``[..., tokens, dim]``, in ``out`` if it is given."""
+        turned = torch.mul(self.mean, self.cos, out=out)
+        return turned.add_(torch.mul(self.partner, self.sin, out=spare))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +69,12 @@ class Centre:
             sin=self.sin[tokens].contiguous().to(device),
         )
 
-    def offsets(self, start: int, dim: int) -> torch.Tensor:
-        """What is taken from columns ``start .. start + dim``: ``[layers, heads, tokens, dim]``."""
+    def taken(self, start: int, dim: int) -> Taken:
+        """What is taken from columns ``start .. start + dim`` of all planes and tokens."""
         columns = slice(start, start + dim)
         mean, partner = self.mean[..., None, columns], self.partner[..., None, columns]
-        cos, sin = self.cos[:, columns].float(), self.sin[:, columns].float()
-        return mean * cos + partner * sin
+        return Taken(mean, partner, self.cos[:, columns].float(), self.sin[:, columns].float())
+
+    def offsets(self, start: int, dim: int) -> torch.Tensor:
+        """What is taken from columns ``start .. start + dim``: ``[layers, heads, tokens, dim]``."""
+        return self.taken(start, dim).offsets()

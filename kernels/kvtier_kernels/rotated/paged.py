@@ -1,21 +1,94 @@
-"""The reference over a paged pool: gather, quantise all planes together, and back."""
+"""The codecs over a paged pool in plain torch: some layers at a time, each piece in blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NamedTuple, Protocol
 
 import torch
 
 from kvtier_kernels import rows
 from kvtier_kernels.raw import LayerViews, Span
-from kvtier_kernels.rotated.centre import Centre
+from kvtier_kernels.rotated import reference, rowwise
+from kvtier_kernels.rotated.centre import Centre, Taken
 from kvtier_kernels.rotated.fields import Packed
-from kvtier_kernels.rotated.reference import FLOAT16_MAX, Rows, decode, encode
-from kvtier_kernels.rotated_format import Format
+from kvtier_kernels.rotated_format import Code, Format, Piece
 
 #: Values that are worked on together: they and their temporaries stay in a core's cache.
 _VALUES_TOGETHER: Final = 2**17
+#: Values of whole layers that are gathered together: what memory lends again without a page fault.
+_VALUES_GATHERED: Final = 2**20
+
+
+class Arithmetic(Protocol):
+    """One piece's arithmetic on rows ``[planes, tokens, dim]`` of the pool's dtype.
+
+    ``scales`` are float16 ``[planes, tokens, 1]``, ``planes`` the bit planes
+    ``[planes, tokens, row_bytes]``. ``taken`` is what is taken from K, None for other rows.
+    """
+
+    def encode(
+        self,
+        values: torch.Tensor,
+        taken: Taken | None,
+        scales: torch.Tensor,
+        planes: Sequence[torch.Tensor],
+    ) -> None:
+        """Fill scales and planes. A scale beyond 65504 or NaN: the row cannot be stored."""
+
+    def decode(
+        self,
+        values: torch.Tensor,
+        taken: Taken | None,
+        scales: torch.Tensor,
+        planes: Sequence[torch.Tensor],
+    ) -> None:
+        """Fill values."""
+
+
+class ReferenceArithmetic:
+    """The reference as it is: any dim on any device."""
+
+    def __init__(self, dim: int, code: Code) -> None:
+        self._dim, self._code = dim, code
+
+    def encode(
+        self,
+        values: torch.Tensor,
+        taken: Taken | None,
+        scales: torch.Tensor,
+        planes: Sequence[torch.Tensor],
+    ) -> None:
+        """Contract of ``Arithmetic``."""
+        wide = values.float() if taken is None else values.float() - taken.offsets()
+        encoded = reference.encode(wide.flatten(0, 1), self._code)
+        scales.copy_(encoded.scales.view(scales.shape))
+        for target, plane in zip(planes, encoded.planes, strict=True):
+            target.copy_(plane.view(target.shape))
+
+    def decode(
+        self,
+        values: torch.Tensor,
+        taken: Taken | None,
+        scales: torch.Tensor,
+        planes: Sequence[torch.Tensor],
+    ) -> None:
+        """Contract of ``Arithmetic``."""
+        flat = reference.Rows(tuple(plane.flatten(0, 1) for plane in planes), scales.flatten())
+        wide = reference.decode(flat, self._dim, self._code).view(values.shape)
+        if taken is not None:
+            wide = wide + taken.offsets()
+        bound = torch.finfo(values.dtype).max
+        values.copy_(wide.clamp_(-bound, bound))
+
+
+class _Block(NamedTuple):
+    """Some planes' rows of one piece: views of the whole. As in ``Arithmetic``."""
+
+    values: torch.Tensor
+    taken: Taken | None
+    scales: torch.Tensor
+    planes: list[torch.Tensor]
 
 
 def pack(
@@ -26,18 +99,15 @@ def pack(
     centre: Centre | None,
 ) -> None:
     """Fill the codes and scales of the span's rows."""
-    parts = rows.gather(layers, span)
-    for index, piece in enumerate(form.pieces):
-        values = parts[piece.part]
-        for block, taken, scale, *some in _blocks(values, packed, form, index, centre):
-            wide = block.float() if taken is None else block.float() - taken
-            encoded = encode(wide.flatten(0, 1), piece.code)
-            # NaN compares false as well.
-            if not bool((encoded.scales <= FLOAT16_MAX).all()):
-                raise rows.UnrepresentableError("a NaN, an infinity or values too large")
-            scale.copy_(encoded.scales.view(scale.shape))
-            for target, plane in zip(some, encoded.planes, strict=True):
-                target.copy_(plane.view(target.shape))
+    pieces = _pieces(layers, span, form, packed, centre)
+    for run in _layer_runs(len(layers), span, form):
+        parts = rows.gather(layers[run], span)
+        for piece, arithmetic, blocks in pieces:
+            for block in blocks(parts[piece.part], run):
+                arithmetic.encode(*block)
+                # NaN compares false as well.
+                if not bool((block.scales <= reference.FLOAT16_MAX).all()):
+                    raise rows.UnrepresentableError("a NaN, an infinity or values too large")
 
 
 def unpack(
@@ -48,41 +118,71 @@ def unpack(
     centre: Centre | None,
 ) -> None:
     """Write the span's rows into the pool."""
+    pieces = _pieces(layers, span, form, packed, centre)
+    for run in _layer_runs(len(layers), span, form):
 
-    def write(part: int, values: torch.Tensor) -> None:
-        bound = torch.finfo(values.dtype).max
-        for index, piece in enumerate(form.pieces):
-            if piece.part != part:
-                continue
-            for block, taken, scale, *some in _blocks(values, packed, form, index, centre):
-                flat = Rows(tuple(plane.flatten(0, 1) for plane in some), scale.flatten())
-                wide = decode(flat, piece.dim, piece.code).view(block.shape)
-                if taken is not None:
-                    wide = wide + taken
-                block.copy_(wide.clamp_(-bound, bound))
+        def write(part: int, values: torch.Tensor, run: slice = run) -> None:
+            for piece, arithmetic, blocks in pieces:
+                if piece.part == part:
+                    for block in blocks(values, run):
+                        arithmetic.decode(*block)
 
-    rows.scatter(layers, span, write)
+        rows.scatter(layers[run], span, write)
 
 
-def _blocks(
-    values: torch.Tensor, packed: Packed, form: Format, index: int, centre: Centre | None
-) -> Iterator[Any]:
-    """Cut one piece of rows ``[layers, heads, tokens, dim]`` and what is packed of it alike.
+#: Cuts a part's rows of some layers, ``[layers, heads, tokens, dim]``, and what belongs to them.
+_Cut = Callable[[torch.Tensor, slice], Iterator[_Block]]
 
-    Gives ``(values, taken, scales, *planes)`` of some planes each, ``[planes, tokens, n]``: views,
-    so that what is written into them is written into the whole. ``taken`` is the centre's, or
-    None.
-    """
+
+def _pieces(
+    layers: Sequence[LayerViews],
+    span: Span,
+    form: Format,
+    packed: Packed,
+    centre: Centre | None,
+) -> list[tuple[Piece, Arithmetic, _Cut]]:
+    device = layers[0][0].device
+    made: list[tuple[Piece, Arithmetic, _Cut]] = []
+    for index, piece in enumerate(form.pieces):
+        planes = max(1, _VALUES_TOGETHER // (span.token_count * piece.dim))
+        planes = min(planes, len(layers) * span.head_count)
+        arithmetic: Arithmetic = ReferenceArithmetic(piece.dim, piece.code)
+        if rowwise.suits(piece.dim, device):
+            count = planes * span.token_count
+            arithmetic = rowwise.RowwiseArithmetic(piece.dim, piece.code, count)
+        made.append((piece, arithmetic, _cut(packed, form, index, centre, planes)))
+    return made
+
+
+def _cut(packed: Packed, form: Format, index: int, centre: Centre | None, together: int) -> _Cut:
+    """Cut one piece into blocks of ``together`` planes."""
     piece = form.pieces[index]
-    values = values[..., piece.start : piece.start + piece.dim]
-    fields = [values, packed.field(packed.section.scales[index]).view(torch.float16)]
+    fields = [packed.field(packed.section.scales[index]).view(torch.float16)]
     fields += [packed.field(area) for area in packed.section.codes[index]]
-    centred = centre is not None and piece.part == 0
-    if centre is not None and centred:
-        fields.append(centre.offsets(piece.start, piece.dim))
-    together = max(1, _VALUES_TOGETHER // (values.shape[2] * piece.dim))
-    # A view, never a copy.
-    flat = (torch.split(field.view(-1, *field.shape[2:]), together) for field in fields)
-    for block, scale, *some in zip(*flat, strict=True):
-        taken = some.pop() if centred else None
-        yield block, taken, scale, *some
+    taken = None
+    if centre is not None and piece.part == 0:
+        taken = centre.taken(piece.start, piece.dim)
+        fields += [taken.mean, taken.partner]
+
+    def blocks(values: torch.Tensor, run: slice) -> Iterator[_Block]:
+        values = values[..., piece.start : piece.start + piece.dim]
+        whole = [values, *(field[run] for field in fields)]
+        # Views, never copies.
+        flat = (torch.split(part.view(-1, *part.shape[2:]), together) for part in whole)
+        for block, scales, *some in zip(*flat, strict=True):
+            if taken is None:
+                yield _Block(block, None, scales, some)
+            else:
+                *some, mean, partner = some
+                own = Taken(mean, partner, taken.cos, taken.sin)
+                yield _Block(block, own, scales, some)
+
+    return blocks
+
+
+def _layer_runs(layers: int, span: Span, form: Format) -> Iterator[slice]:
+    """Layers whose rows are gathered together."""
+    layer_values = span.head_count * span.token_count * sum(form.part_dims)
+    step = max(1, _VALUES_GATHERED // layer_values)
+    for start in range(0, layers, step):
+        yield slice(start, start + step)

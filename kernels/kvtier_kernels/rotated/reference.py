@@ -90,16 +90,21 @@ def encode(rows: torch.Tensor, code: Code) -> Rows:
     known = factors_of(values.shape[0], code)
     peak = values.abs().amax(0)
     step = peak * (1.0 / FIXED_PEAK)
-    fixed = (values * (_reciprocal(peak) * FIXED_PEAK)).round_()
+    fixed = (values * (reciprocal(peak) * FIXED_PEAK)).round_()
+    turned = rotate(fixed)
     if code.peak:
-        codes, scales = _integer_codes(rotate(fixed), step, code.peak, known)
+        factor, scales = integer_factors(turned.abs().amax(0), step, code.peak, known)
+        codes = turned.mul_(factor).round_().nan_to_num_(0.0)
         if len(code.widths) == 1:
             codes = codes.to(torch.int8).view(torch.uint8)
         else:
             codes = codes.add_(code.peak + 1).to(torch.uint8)
     else:
         square = fixed.square().sum(0, dtype=torch.float64)
-        codes, scales = _level_codes(rotate(fixed), square, step, LEVELS[code.bits], known)
+        factor, scales = level_factors(square, step, known)
+        spares = torch.empty_like(turned), torch.empty_like(turned)
+        codes = level_places(turned.mul_(factor), LEVELS[code.bits], *spares)
+        codes = codes.nan_to_num_(0.0).to(torch.uint8)
     planes = []
     shift = code.bits
     for width in code.widths:
@@ -167,31 +172,45 @@ def _reflect(values: torch.Tensor, odd: int) -> torch.Tensor:
     return (runs * odd - 2.0 * runs.sum(0)).view(values.shape)
 
 
-def _integer_codes(
-    turned: torch.Tensor, step: torch.Tensor, peak: int, known: Factors
+def integer_factors(
+    largest: torch.Tensor, step: torch.Tensor, peak: int, known: Factors
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    largest = turned.abs().amax(0)
+    """What rotated values are multiplied by before they are rounded to codes; their scales."""
     scales = (largest * (known.there / peak) * step).half()
     # A scale that was rounded down must not bring a code beyond the peak.
-    bound = _reciprocal(largest) * peak
-    factor = torch.minimum(step * known.there * _reciprocal(scales.float()), bound)
-    return turned.mul_(factor).round_().nan_to_num_(0.0), scales
+    bound = reciprocal(largest) * peak
+    return torch.minimum(step * known.there * reciprocal(scales.float()), bound), scales
 
 
-def _level_codes(
-    turned: torch.Tensor, square: torch.Tensor, step: torch.Tensor, book: Levels, known: Factors
+def level_factors(
+    square: torch.Tensor, step: torch.Tensor, known: Factors
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """What rotated values are multiplied by to be standard deviations, and the rows' scales.
+
+    ``square`` is the sum of a row's ``q * q``, exact in whatever dtype.
+    """
     # The square root of torch in float32 is not always the nearest number.
     root = square.float().clamp_(min=1.0).double().sqrt_().float()
-    deviations = root.reciprocal() * known.to_deviations
-    places = turned.mul_(deviations).clamp_(-book.largest, book.largest)
-    squares = places.square()
-    slopes = squares * book.b if not book.c else squares * (book.b - squares * book.c)
-    codes = places.mul_(book.a - slopes).add_(book.half - 0.5).round_().nan_to_num_(0.0)
-    return codes.to(torch.uint8), (root * known.to_scale * step).half()
+    return root.reciprocal() * known.to_deviations, (root * known.to_scale * step).half()
 
 
-def _reciprocal(values: torch.Tensor) -> torch.Tensor:
+def level_places(
+    places: torch.Tensor, book: Levels, squares: torch.Tensor, spare: torch.Tensor
+) -> torch.Tensor:
+    """Turn standard deviations into codes of levels, whole numbers, in place.
+
+    ``squares`` and ``spare`` are room for as many values.
+    """
+    torch.square(places.clamp_(-book.largest, book.largest), out=squares)
+    # Signs are turned around, which changes no rounding: -(b - v*v * c), and so on.
+    if book.c:
+        squares.mul_(torch.mul(squares, book.c, out=spare).sub_(book.b))
+    else:
+        squares.mul_(-book.b)
+    return places.mul_(squares.add_(book.a)).add_(book.half - 0.5).round_()
+
+
+def reciprocal(values: torch.Tensor) -> torch.Tensor:
     """1 / values, and 0 where that is no finite number: such a row is all zeros."""
     inverse = values.reciprocal()
     return torch.where(inverse.isinf(), 0.0, inverse)
