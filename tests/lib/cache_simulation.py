@@ -40,7 +40,7 @@ from tests.lib.cache_setup import ErrorLog
 from tests.lib.cache_world import CHUNK, CHUNK_BYTES, NAMESPACES, World, prompt
 from tests.lib.simulation_swarm import CacheSwarm, drawn_cache
 from tests.lib.virtual_time import VirtualTime
-from tests.lib.world_remote import HANG_S, Mood, WorldRemote
+from tests.lib.world_remote import HANG_S, Mood, WorldRemote, telling_byte
 
 REQUESTS_MAX = 6
 FAMILIES, BRANCHES, CHUNKS_MAX = 3, 2, 7
@@ -212,7 +212,7 @@ class CacheSimulation:
             path = self.draws.choice(paths)
             data = bytearray(path.read_bytes())
             if data:
-                data[self.draws.randrange(len(data))] ^= 1
+                data[telling_byte(self.draws, len(data))] ^= 1
                 path.write_bytes(data if self.draws.random() < 0.7 else data[: len(data) // 2])
         elif self.remotes:
             remote = self.draws.choice(self.remotes)
