@@ -227,3 +227,30 @@ def test_who_can_compute_meanwhile_loads_the_back_only(setup: CacheSetup) -> Non
     outcome = engine.drive(loading)
     assert (outcome.start_token, outcome.end_token) == (2 * CHUNK, 4 * CHUNK)
     engine.check(loading)
+
+
+def test_b80_what_has_come_when_a_load_is_given_up_counts(setup: CacheSetup) -> None:
+    clock = FakeClock()
+    engine = setup.on_disk(TOKENS, clock=clock, load_deadline_s=60.0)
+    engine.cache.costs.note_prefill(0, 100, 10.0)
+    keys = engine.sequence(TOKENS).chunk_keys
+    gates = [FileGate(operations=(FileOperation.READ,), path=key.hex()) for key in keys[1:]]
+    setup.files.inject(*gates)
+    match, choice = chosen(engine)
+    loading = begin(engine, match, choice)
+    counters = tier_stats(engine.cache, Tier.DISK).counters
+
+    def came() -> bool:
+        engine.step(loading)
+        return tier_stats(engine.cache, Tier.DISK).counters.read_bytes > counters.read_bytes
+
+    wait_until(came, "the first chunk does not come")
+    engine.step(loading)
+    clock.advance(4.0)
+    outcome = engine.drive(loading)
+    assert outcome.end_token == CHUNK
+    (miss,) = outcome.misses
+    assert (miss.reason, miss.tokens) == (MissReason.COST, len(TOKENS) - CHUNK)
+    for gate in gates:
+        gate.open()
+    settle(engine)
