@@ -8,7 +8,7 @@ from kvtier.cache.load import Load
 from kvtier.cache.match import Pending, Ready
 from kvtier.cache.sequence import Sequence
 from kvtier.cache.worker import CacheWorker
-from kvtier.config import CacheConfig, DiskConfig, Durability, WriteMode
+from kvtier.config import CacheConfig, DiskConfig, Durability, RemoteConfig, WriteMode
 from kvtier.errors import KVTierError
 from kvtier.registry import connect
 from kvtier.tiers.memory import ArenaHandle, map_arena
@@ -49,6 +49,7 @@ __all__ = [
     "Placement",
     "Plan",
     "Ready",
+    "RemoteConfig",
     "Result",
     "Sequence",
     "Tier",
