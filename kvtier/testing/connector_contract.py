@@ -17,7 +17,7 @@ from typing import Final
 
 import pytest
 
-from kvtier.interfaces import Connector, ReadOutcome
+from kvtier.interfaces import Connector, Listable, ReadOutcome
 from kvtier.types import ReadRequest, WriteItem
 
 SIZES: Final = (0, 1, 511, 512, 513, 4095, 4096, 65_537)
@@ -225,4 +225,63 @@ class ConnectorContract(ABC):
         connector = self.make_connector()
         await put(connector, {b"key": b"x"})
         await connector.close()
+        await connector.close()
+
+
+class ListableContract(ABC):
+    """Tests of the ``Listable`` protocol, for a connector that is both."""
+
+    @abstractmethod
+    def make_connector(self) -> Connector:
+        """Open a connector to an empty store. Called inside the event loop, once per test."""
+
+    async def listed(self, connector: Connector, prefix: bytes) -> list[tuple[bytes, int]]:
+        """Return what a listing tells, in the order of the keys."""
+        assert isinstance(connector, Listable)
+        return sorted([(info.key, info.nbytes) async for info in connector.list(prefix)])
+
+    async def test_an_empty_store_lists_nothing(self) -> None:
+        """A listing of nothing ends."""
+        connector = self.make_connector()
+        assert await self.listed(connector, b"") == []
+        assert await self.listed(connector, b"key") == []
+        await connector.close()
+
+    async def test_a_listing_tells_keys_and_sizes(self) -> None:
+        """Every object once, with the size of its data and nothing that the store adds."""
+        connector = self.make_connector()
+        sizes = {b"small": 0, b"middle": 4096, b"large": 3_000_000, bytes(range(38)): 7, b"": 1}
+        await put(connector, {key: payload_of(key, nbytes) for key, nbytes in sizes.items()})
+        assert await self.listed(connector, b"") == sorted(sizes.items())
+        await connector.close()
+
+    async def test_a_prefix_is_plain_bytes(self) -> None:
+        """No character of a prefix means anything, and half a byte of it is not enough."""
+        connector = self.make_connector()
+        keys = [
+            b"a",
+            b"a*",
+            b"ab",
+            b"b",
+            b"[a]",
+            b"a?c",
+            b"\x61\x00",
+            b"\x16",
+            b"\\a",
+            b"{a}",
+            b"%61",
+        ]
+        await put(connector, dict.fromkeys(keys, b"data"))
+        for prefix in (b"a", b"a*", b"[a", b"a?", b"\x06", b"\\", b"{", b"%", b"abc"):
+            expected = sorted((key, 4) for key in keys if key.startswith(prefix))
+            assert await self.listed(connector, prefix) == expected, prefix
+        await connector.close()
+
+    async def test_a_listing_follows_writes_and_deletes(self) -> None:
+        """What was replaced has its new size, what was deleted is not told any more."""
+        connector = self.make_connector()
+        await put(connector, {b"k1": bytes(10), b"k2": bytes(10), b"k3": bytes(2_000_000)})
+        await put(connector, {b"k1": bytes(2_000_000), b"k3": bytes(5)})
+        await connector.delete([b"k2"])
+        assert await self.listed(connector, b"k") == [(b"k1", 2_000_000), (b"k3", 5)]
         await connector.close()

@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.interfaces import Connector, Listable
 from kvtier.testing.clock import FakeClock
-from kvtier.testing.connector_contract import ConnectorContract, put
+from kvtier.testing.connector_contract import ConnectorContract, ListableContract, put
 from kvtier.testing.faults import Faulty
 from kvtier.types import KeyInfo
 from kvtier_connectors.decorators import Deadlined, Retrying, Sharded, Throttled, Timed
@@ -33,7 +33,7 @@ WAYS: dict[str, Callable[[Connector], Connector]] = {
 }
 
 
-class TestThrottled(ConnectorContract):
+class TestThrottled(ConnectorContract, ListableContract):
     def make_connector(self) -> Connector:
         return WAYS["throttled"](MemoryConnector())
 
@@ -78,11 +78,11 @@ async def test_closing_it_closes_the_inner_connector(
     assert await inner.contains([b"key"]) == [False]
 
 
-class TestSharded(ConnectorContract):
+class TestSharded(ConnectorContract, ListableContract):
     def make_connector(self) -> Connector:
         return Sharded({name: MemoryConnector() for name in ("a", "b", "c")})
 
 
-class TestEncrypted(ConnectorContract):
+class TestEncrypted(ConnectorContract, ListableContract):
     def make_connector(self) -> Connector:
         return WAYS["encrypted"](MemoryConnector())

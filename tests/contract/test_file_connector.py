@@ -12,7 +12,14 @@ import pytest
 import kvtier.registry
 from kvtier.errors import ConfigError, ConnectorRefusedError, ConnectorUnavailableError
 from kvtier.interfaces import Connector, Listable
-from kvtier.testing.connector_contract import ConnectorContract, get, get_whole, payload_of, put
+from kvtier.testing.connector_contract import (
+    ConnectorContract,
+    ListableContract,
+    get,
+    get_whole,
+    payload_of,
+    put,
+)
 from kvtier.types import KeyInfo, ReadRequest, WriteItem
 from kvtier_connectors.files import FileConnector
 from kvtier_connectors.files.folder import KEY_BYTES_MAX, STALE_FILES_MAX, STALE_S, STEP_BYTES
@@ -20,7 +27,7 @@ from kvtier_connectors.threads import SHARES_MAX
 from tests.lib.opened import Opened
 
 
-class TestFileConnector(ConnectorContract):
+class TestFileConnector(ConnectorContract, ListableContract):
     @pytest.fixture(autouse=True)
     def _folder(self, tmp_path: Path) -> None:
         self.folder = tmp_path

@@ -10,13 +10,13 @@ import kvtier.registry
 from kvtier.errors import ConfigError, ConnectorUnavailableError
 from kvtier.interfaces import Connector, Listable
 from kvtier.testing.clock import FakeClock
-from kvtier.testing.connector_contract import ConnectorContract, get_whole, put
+from kvtier.testing.connector_contract import ConnectorContract, ListableContract, get_whole, put
 from kvtier.testing.faults import Faulty, Slow
 from kvtier.types import KeyInfo, ReadRequest, WriteItem
 from kvtier_connectors.memory import MemoryConnector
 
 
-class TestMemoryConnector(ConnectorContract):
+class TestMemoryConnector(ConnectorContract, ListableContract):
     def make_connector(self) -> Connector:
         return MemoryConnector()
 

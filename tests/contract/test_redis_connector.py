@@ -8,7 +8,14 @@ import pytest
 
 import kvtier.registry
 from kvtier.interfaces import Connector, Listable
-from kvtier.testing.connector_contract import ConnectorContract, get, get_whole, payload_of, put
+from kvtier.testing.connector_contract import (
+    ConnectorContract,
+    ListableContract,
+    get,
+    get_whole,
+    payload_of,
+    put,
+)
 from kvtier.types import KeyInfo, ReadRequest
 from kvtier_connectors.redis.objects import INLINE_BYTES_MAX, PART_BYTES
 from tests.lib.opened import Opened
@@ -44,7 +51,7 @@ async def opened() -> AsyncIterator[Opened]:
     await made.close_all()
 
 
-class TestRedisConnector(ConnectorContract):
+class TestRedisConnector(ConnectorContract, ListableContract):
     @pytest.fixture(autouse=True)
     def _url(self, server: RedisServer) -> None:
         self.url = server.url
@@ -53,7 +60,7 @@ class TestRedisConnector(ConnectorContract):
         return kvtier.registry.connect(self.url)
 
 
-class TestRedisConnectorOverAUnixSocket(ConnectorContract):
+class TestRedisConnectorOverAUnixSocket(ConnectorContract, ListableContract):
     @pytest.fixture(autouse=True)
     def _url(self, server: RedisServer) -> None:
         self.url = f"redis+unix://{server.socket_path}?connections=1&ttl_s=100&prefix=a:*"

@@ -21,9 +21,9 @@ from kvtier.errors import (
     ConnectorTimeoutError,
     ConnectorUnavailableError,
 )
-from kvtier.interfaces import Connector
+from kvtier.interfaces import Connector, Listable
 from kvtier.testing.connector_contract import get, get_whole, payload_of, put
-from kvtier.types import ReadRequest, WriteItem
+from kvtier.types import KeyInfo, ReadRequest, WriteItem
 from kvtier_connectors.s3.connector import PIECE_BYTES, READ_TRIES_MAX
 from kvtier_connectors.s3.errors import CODES, ERRORS, translated
 from kvtier_connectors.s3.settings import parse_url
@@ -86,6 +86,27 @@ async def test_b77_answers_that_always_end_early_are_an_error_after_a_few_tries(
     server.orders = Orders(cut_at=[10] * 100)
     assert isinstance(await outcome_of(connector), ConnectorUnavailableError)
     assert sum(line.startswith("GET") for line in server.orders.requests) <= 3
+
+
+def page_of(key: bytes, nbytes: int, token: str) -> str:
+    return (
+        f"<ListBucketResult><IsTruncated>{'true' if token else 'false'}</IsTruncated>"
+        f"<NextContinuationToken>{token}</NextContinuationToken><Contents>"
+        f"<Key>p/00/{key.hex()}.kv</Key><Size>{nbytes}</Size></Contents></ListBucketResult>"
+    )
+
+
+async def test_a_listing_goes_on_page_by_page_and_tells_of_a_fault(
+    server: FailingS3, connector: Connector
+) -> None:
+    assert isinstance(connector, Listable)
+    server.orders = Orders(pages=[page_of(b"a1", 3, "more"), page_of(b"a2", 4, "")])
+    found = [info async for info in connector.list(b"a")]
+    assert found == [KeyInfo(b"a1", 3), KeyInfo(b"a2", 4)]
+    assert "continuation-token=more" in server.orders.requests[1]
+    server.orders = Orders(pages=[page_of(b"a1", 3, "more")])
+    with pytest.raises(ConnectorRefusedError):
+        _ = [info async for info in connector.list(b"a")]
 
 
 async def test_pieces_of_two_versions_are_read_again_and_never_mixed(

@@ -14,7 +14,14 @@ from redis.crc import key_slot
 import kvtier.registry
 from kvtier.errors import ConnectorUnavailableError
 from kvtier.interfaces import Connector, Listable
-from kvtier.testing.connector_contract import ConnectorContract, get, get_whole, payload_of, put
+from kvtier.testing.connector_contract import (
+    ConnectorContract,
+    ListableContract,
+    get,
+    get_whole,
+    payload_of,
+    put,
+)
 from kvtier.types import ReadRequest
 from kvtier_connectors.redis.objects import PART_BYTES, object_name
 from tests.lib.certificates import Authority, make_authority
@@ -45,7 +52,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
         yield made
 
 
-class TestRedisClusterConnector(ConnectorContract):
+class TestRedisClusterConnector(ConnectorContract, ListableContract):
     @pytest.fixture(autouse=True)
     def _url(self, cluster: RedisCluster) -> None:
         self.url = cluster.url

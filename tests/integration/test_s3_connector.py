@@ -11,7 +11,14 @@ import pytest
 import kvtier.registry
 from kvtier.errors import ConnectorRefusedError, ConnectorUnavailableError
 from kvtier.interfaces import Connector, Listable
-from kvtier.testing.connector_contract import ConnectorContract, get, get_whole, payload_of, put
+from kvtier.testing.connector_contract import (
+    ConnectorContract,
+    ListableContract,
+    get,
+    get_whole,
+    payload_of,
+    put,
+)
 from kvtier.types import KeyInfo, ReadRequest, WriteItem
 from kvtier_connectors.s3.bucket import KEY_BYTES_MAX
 from kvtier_connectors.s3.connector import MULTIPART_BYTES, PIECE_BYTES
@@ -56,7 +63,7 @@ def url(endpoint: str) -> str:
     return url_of(endpoint, uuid.uuid4().hex)
 
 
-class TestS3Connector(ConnectorContract):
+class TestS3Connector(ConnectorContract, ListableContract):
     @pytest.fixture(autouse=True)
     def _url(self, url: str) -> None:
         self.url = url
@@ -104,7 +111,9 @@ async def test_if_absent_keeps_what_is_there(endpoint: str, opened: Opened) -> N
     assert await get_whole(connector, {b"key": 5}) == [b"first"]
 
 
-async def test_list_by_prefix_page_by_page(url: str, user: Any, opened: Opened) -> None:
+async def test_list_by_prefix_passes_over_what_is_not_ours(
+    url: str, user: Any, opened: Opened
+) -> None:
     connector = opened(kvtier.registry.connect(url))
     assert isinstance(connector, Listable)
     sizes = {b"a1": 5, b"a2": 0, b"b": 3, b"": 1}

@@ -103,6 +103,7 @@ class Orders:
     etags: list[str] = field(default_factory=list)
     hang_on: str = ""
     put_status: int = 200
+    pages: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
 
 
@@ -160,6 +161,10 @@ class FailingS3:
     def get(self, handler: Any) -> None:
         """Answer a GET of a range, or do what was ordered instead."""
         orders = self.orders
+        if orders.pages and "list-type=2" in handler.path:
+            orders.requests.append(f"LIST {handler.path}")
+            handler.answer(200, orders.pages.pop(0).encode())
+            return
         orders.requests.append(f"GET {handler.headers.get('Range')}")
         if orders.hang_on and orders.hang_on in handler.path:
             self.let_go.wait(60)
