@@ -49,6 +49,7 @@ class _Followed:
     sequence: Sequence
     stored_chunks: int = 0
     offered_chunks: int = 0
+    prepared: bool = False
 
 
 @dataclass(slots=True)
@@ -92,6 +93,19 @@ class CacheLink:
         if request.unlinked or not request.uses_prefix:
             return None
         return self._guarded_boundary(lambda: self._cache.match(self._sequence(request)), None)
+
+    def prepare(self, request: Request, start_token: int) -> None:
+        """Prefetch what a lookup finds, as soon as it finds something out."""
+        followed = self._followed.get(request)
+        if followed is not None and followed.prepared:
+            return
+        answer = self.lookup(request)
+        followed = self._followed.get(request)
+        if isinstance(answer, Ready) and followed is not None:
+            followed.prepared = True
+            self._guarded_boundary(
+                lambda: self._cache.prefetch(answer, start_token=start_token), otherwise=False
+            )
 
     def choose(
         self, match: Ready, start_token: int, end_token: int, *, split: bool

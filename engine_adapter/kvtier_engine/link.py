@@ -75,6 +75,10 @@ class CacheFront(Protocol):
         """Begin to fill blocks."""
         ...
 
+    def prefetch(self, match: Ready, *, start_token: int) -> bool:
+        """Begin to bring what a match found from that token on into DRAM."""
+        ...
+
     def begin_store(self, sequence: Sequence, chunks: range, blocks: Blocks) -> Plan | None:
         """Order chunks out of blocks; None where there is nothing to do or no room to do it."""
         ...
@@ -118,6 +122,10 @@ class Link(Protocol):
 
     def lookup(self, request: Request) -> Ready | Pending | None:
         """Ask what the tiers hold of the request's tokens; None when they are not to be asked."""
+        ...
+
+    def prepare(self, request: Request, start_token: int) -> None:
+        """Have what the tiers hold of a request brought near that waits for room; once each."""
         ...
 
     def choose(
@@ -170,6 +178,9 @@ class NoLink:
     def lookup(self, request: Request) -> Ready | Pending | None:  # noqa: ARG002
         """Return None."""
         return None
+
+    def prepare(self, request: Request, start_token: int) -> None:
+        """Do nothing."""
 
     def choose(
         self,

@@ -198,6 +198,7 @@ class Scheduler:
         # One block of headroom per running request: else their next steps would preempt this one.
         room = needed + len(self._running)
         if not self._has_room(room, found, request):
+            self._link.prepare(request, len(found) * step)
             return Verdict.NO_ROOM
         # Asked even where HBM has all of it: the tiers should know what is in use.
         answer = self._link.lookup(request)

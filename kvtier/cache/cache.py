@@ -213,18 +213,21 @@ class Cache:
             self._touch(match)
         return load
 
-    def prefetch(self, match: Ready, *, deadline: float | None = None) -> bool:
+    def prefetch(
+        self, match: Ready, *, start_token: int = 0, deadline: float | None = None
+    ) -> bool:
         """Begin to bring what a match found up into DRAM, for a request that has no blocks yet.
 
-        Takes a part of DRAM at most, pins nothing that has come, and ends at the first chunk that
-        does not come in time. False: too many are under way, or nothing is to be done.
+        The engine has the tokens before ``start_token``. Takes a part of DRAM at most, pins nothing
+        that has come, and ends at the first chunk that does not come in time. False: too many are
+        under way, or nothing is to be done.
         """
         if deadline is None:
             deadline = self._clock.now() + self._config.load_deadline_s
         with self._lock:
             if self._closed or not self._roots.current(match.sequence):
                 return False
-            return self._desks.prefetcher.begin(match, deadline)
+            return self._desks.prefetcher.begin(match, start_token, deadline)
 
     def begin_store(self, sequence: Sequence, chunks: range, blocks: Blocks) -> Plan | None:
         """Order complete chunks out of the engine's blocks, skipping what is held already.

@@ -46,10 +46,12 @@ class Prefetcher:
         self._active: list[_Prefetch] = []
         self._pumping = False
 
-    def begin(self, match: Ready, deadline: float) -> bool:
+    def begin(self, match: Ready, start_token: int, deadline: float) -> bool:
         """Begin to bring a match up; False: there are too many, or nothing is to be done."""
         chunks = [
-            chunk for chunk, hit in enumerate(match.hits) if self._dram.index.get(hit.key) is None
+            chunk
+            for chunk in range(start_token // match.sequence.chunk_tokens, len(match.hits))
+            if self._dram.index.get(match.hits[chunk].key) is None
         ]
         if not chunks or len(self._active) >= PREFETCHES_MAX:
             return False

@@ -129,6 +129,7 @@ class ScriptedTiers:
     broken: set[str] = field(default_factory=set)
     chunks: dict[ChunkKey, Tokens] = field(default_factory=dict)
     admissions: list[tuple[int, int, int]] = field(default_factory=list)
+    prefetches: list[tuple[int, int]] = field(default_factory=list)
     lookups: int = 0
     chunk_reads: int = 0
     raised: int = 0
@@ -191,6 +192,11 @@ class ScriptedTiers:
         load = ScriptedLoad(self, match, blocks)
         self.loads.append(load)
         return load
+
+    def prefetch(self, match: Ready, *, start_token: int) -> bool:
+        self.called("prefetch")
+        self.prefetches.append((start_token, match.tokens))
+        return True
 
     def load_plan(self, load: ScriptedLoad) -> Plan:
         plan = self._plan(Direction.LOAD, load.blocks.block_ids[0])

@@ -155,6 +155,54 @@ class TestLoads:
             answer.check()
 
 
+class TestPreparing:
+    """What waits for blocks is brought near meanwhile."""
+
+    def waiting(self) -> ToyEngine:
+        """An engine without room for what its tiers hold."""
+        engine = ToyEngine(12, tiers=True)
+        engine.run(prompt_of(1, 33), 1)
+        engine.lose_hbm()
+        engine.submit(prompt_of(2, 20), 20)
+        engine.step()
+        return engine
+
+    def test_a_request_that_waits_for_room_is_prepared_once(self) -> None:
+        engine = self.waiting()
+        answer = engine.submit(prompt_of(1, 33), 1)
+        engine.step(5)
+        assert engine.tiers.prefetches == [(0, 32)]
+        assert engine.tiers.admissions[-1:] != [(0, 33, 32)], "it is not admitted yet"
+        engine.finish()
+        answer.check()
+        assert engine.tiers.prefetches == [(0, 32)]
+
+    def test_it_is_prepared_when_the_tiers_have_found_out(self) -> None:
+        engine = self.waiting()
+        engine.tiers.pending_lookups = 3
+        engine.submit(prompt_of(1, 33), 1)
+        engine.step(2)
+        assert engine.tiers.prefetches == []
+        engine.step(4)
+        assert engine.tiers.prefetches == [(0, 32)]
+        engine.finish()
+
+    def test_a_cache_that_cannot_prepare_costs_nothing_but_a_fault(self) -> None:
+        engine = self.waiting()
+        engine.tiers.broken.add("prefetch")
+        answer = engine.submit(prompt_of(1, 33), 1)
+        engine.finish()
+        answer.check()
+        assert engine.link.faults == 1
+
+    def test_one_that_is_admitted_at_once_is_not_prepared(self) -> None:
+        engine = ToyEngine(tiers=True)
+        engine.run(prompt_of(1, 17), 1)
+        engine.lose_hbm()
+        engine.run(prompt_of(1, 17), 1)
+        assert engine.tiers.prefetches == []
+
+
 class TestFaults:
     @pytest.mark.parametrize(
         "method",
