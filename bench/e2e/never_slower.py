@@ -71,7 +71,8 @@ class Prompts:
         vocabulary = model.config.vocab_size
         self._cycles = {}
         for length in lengths:
-            count = max(2, DRAM_CHUNKS * CHUNK_TOKENS // length + 2)
+            # Every third one only is computed without a trace.
+            count = max(2, 2 * DRAM_CHUNKS * CHUNK_TOKENS // length + 2)
             made = [
                 [
                     (31 * i * i + 7 * i + 1009 * k + length) % (vocabulary - 10)
