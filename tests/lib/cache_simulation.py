@@ -21,7 +21,7 @@ from unittest import mock
 from kvtier.cache import remote_room
 from kvtier.cache.cache import Cache
 from kvtier.config import CacheConfig, DiskConfig, RemoteConfig
-from kvtier.constants import HEALTH_BACKOFF_S_MAX
+from kvtier.constants import HEALTH_BACKOFF_S_MAX, WRITES_INFLIGHT_MAX
 from kvtier.errors import TierUnavailableError
 from kvtier.interfaces import Connector
 from kvtier.testing.fault_files import (
@@ -46,7 +46,8 @@ REQUESTS_MAX = 6
 FAMILIES, BRANCHES, CHUNKS_MAX = 3, 2, 7
 #: How deep steps of the engine may lie within a read that is under way.
 NESTED_MAX = 2
-WELL_S = 2 * HEALTH_BACKOFF_S_MAX + HANG_S
+#: In how long all has come to rest: what hangs in the one thread that writes hangs in turn.
+WELL_S = 2 * HEALTH_BACKOFF_S_MAX + 2 * WRITES_INFLIGHT_MAX * HANG_S
 #: How often it is looked whether all has come to rest.
 LOOK_S = 0.25
 
