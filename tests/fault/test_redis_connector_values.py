@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 from redis import exceptions as redis_errors
@@ -14,6 +15,7 @@ from kvtier.errors import ConnectorDataError, ConnectorError, ConnectorRefusedEr
 from kvtier.interfaces import Connector
 from kvtier.testing.connector_contract import get, get_whole, put
 from kvtier.types import ReadRequest, WriteItem
+from kvtier_connectors.redis.connector import PENDING_S
 from kvtier_connectors.redis.errors import ERRORS, REPLIES, reply_error, translated
 from kvtier_connectors.redis.objects import (
     INLINE_BYTES_MAX,
@@ -150,3 +152,19 @@ def test_the_tables_name_connector_errors_and_drivers_errors() -> None:
     assert (moved.host, moved.port) == ("127.0.0.1", 6381)
     assert type(reply_error("ERR unknown")) is redis_errors.ResponseError
     assert isinstance(translated(reply_error("OOM command not allowed")), ConnectorRefusedError)
+
+
+async def test_parts_whose_writer_died_before_the_header_go_by_themselves(
+    server: RedisServer, opened: Opened
+) -> None:
+    """A user who may write parts, and neither headers nor deletes, leaves what a crash leaves."""
+    operator: Any
+    with server.client() as operator:
+        words = ("reset", "on", ">word", "~kvtier:*:?", "+set")
+        operator.execute_command("ACL SETUSER", "dying", *words)
+        url = f"redis://dying:word@127.0.0.1:{server.port}"
+        connector = opened(kvtier.registry.connect(url))
+        assert isinstance(await write_one(connector, b"key", bytes(LARGE)), ConnectorRefusedError)
+        lives = [operator.ttl(name) for name in operator.scan_iter()]
+    assert len(lives) == 4
+    assert all(0 < life <= PENDING_S for life in lives)

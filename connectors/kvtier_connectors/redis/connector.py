@@ -14,7 +14,6 @@ from kvtier.interfaces import ReadOutcome
 from kvtier.types import KeyInfo, ReadRequest, WriteItem
 from kvtier_connectors.redis.errors import translated
 from kvtier_connectors.redis.lanes import Lanes
-from kvtier_connectors.redis.link import Bulk, Command, Reply
 from kvtier_connectors.redis.objects import (
     GENERATION_BYTES,
     HEADER_BYTES,
@@ -29,6 +28,7 @@ from kvtier_connectors.redis.objects import (
     part_names,
     part_ranges,
 )
+from kvtier_connectors.redis.replies import Bulk, Command, Reply
 from kvtier_connectors.redis.settings import Node, Settings, parse_url
 from kvtier_connectors.redis.topology import client_of, open_topology
 

@@ -12,7 +12,8 @@ from redis import exceptions as redis_errors
 
 from kvtier.constants import MIB
 from kvtier.errors import ConnectorError
-from kvtier_connectors.redis.link import ASKING, Command, Link, Reply
+from kvtier_connectors.redis.link import Link
+from kvtier_connectors.redis.replies import ASKING, Command, Reply
 from kvtier_connectors.redis.settings import Node, Settings
 from kvtier_connectors.redis.topology import Topology
 from kvtier_connectors.threads import Halt, Threads

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from botocore import exceptions as boto_errors
+from botocore.parsers import ResponseParserError
+from urllib3.exceptions import HTTPError
 
 from kvtier.errors import (
     ConnectorDataError,
@@ -46,12 +48,23 @@ ERRORS: Final[dict[type[BaseException], type[ConnectorError]]] = {
     boto_errors.NoRegionError: ConnectorRefusedError,
     boto_errors.ChecksumError: ConnectorDataError,
     boto_errors.FlexibleChecksumError: ConnectorDataError,
+    # No XML where there should be some; a number that is none.
+    ResponseParserError: ConnectorDataError,
+    ValueError: ConnectorDataError,
     boto_errors.BotoCoreError: ConnectorUnavailableError,
+    HTTPError: ConnectorUnavailableError,
     OSError: ConnectorUnavailableError,
 }
 
 #: What a thread may meet.
-MET: Final = (boto_errors.BotoCoreError, boto_errors.ClientError, OSError)
+MET: Final = (
+    boto_errors.BotoCoreError,
+    boto_errors.ClientError,
+    HTTPError,
+    OSError,
+    ResponseParserError,
+    ValueError,
+)
 
 
 def status_of(error: boto_errors.ClientError) -> int:

@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 from botocore.config import Config
 
 from kvtier.config import url_options
+from kvtier.constants import MIB
 from kvtier.errors import ConfigError, nearest
 
 CONNECTIONS_MAX: Final = 128
@@ -34,6 +35,8 @@ class Settings:
     """Everything that a URL says. Credentials come by the usual ways of boto3, never from here.
 
     ``if_absent`` keeps what lies there already: for a store where equal keys mean equal bytes.
+    A range longer than ``piece_bytes`` is read in pieces at the same time; an object larger than
+    ``multipart_bytes`` is sent in parts of ``part_bytes``, of which S3 wants 5 MiB at least.
     """
 
     bucket: str
@@ -47,6 +50,9 @@ class Settings:
     tries: int = 3
     timeout_s: float = 5.0
     connect_timeout_s: float = 2.0
+    piece_bytes: int = 8 * MIB
+    part_bytes: int = 8 * MIB
+    multipart_bytes: int = 32 * MIB
 
 
 def parse_url(url: str) -> Settings:
@@ -62,8 +68,8 @@ def parse_url(url: str) -> Settings:
         raise ConfigError("an s3:// URL names a bucket: s3://bucket/prefix")
     prefix = unquote(parts.path).strip("/")
     endpoint = options.get("endpoint")
-    if endpoint is not None and urlsplit(endpoint).scheme not in {"http", "https"}:
-        raise ConfigError("the endpoint of an s3:// URL begins with http:// or https://")
+    if endpoint is not None:
+        _check_endpoint(endpoint)
     return Settings(
         bucket=parts.netloc,
         prefix=f"{prefix}/" if prefix else "",
@@ -72,8 +78,8 @@ def parse_url(url: str) -> Settings:
         profile=options.get("profile"),
         path_style=_switch(options, "path_style", default=endpoint is not None),
         if_absent=_switch(options, "if_absent", default=False),
-        connections=int(_number(options, "connections", 8, 1, CONNECTIONS_MAX)),
-        tries=int(_number(options, "tries", 3, 1, TRIES_MAX)),
+        connections=_whole(options, "connections", 8, CONNECTIONS_MAX),
+        tries=_whole(options, "tries", 3, TRIES_MAX),
         timeout_s=_number(options, "timeout_s", 5, 0.01, 3600),
         connect_timeout_s=_number(options, "connect_timeout_s", 2, 0.01, 3600),
     )
@@ -87,11 +93,19 @@ def client_config(settings: Settings) -> Config:
         "connect_timeout": settings.connect_timeout_s,
         "retries": {"mode": "standard", "total_max_attempts": settings.tries},
         "s3": {"addressing_style": "path" if settings.path_style else "auto"},
-        # The store verifies what it is sent; what comes back in ranges has no sum of its own.
+        # The store verifies what it is sent; what comes back is verified where it gives a sum.
         "request_checksum_calculation": "when_supported",
-        "response_checksum_validation": "when_required",
+        "response_checksum_validation": "when_supported",
     }
     return Config(**options)
+
+
+def _check_endpoint(endpoint: str) -> None:
+    parts = urlsplit(endpoint)
+    if parts.scheme not in {"http", "https"}:
+        raise ConfigError("the endpoint of an s3:// URL begins with http:// or https://")
+    if "@" in parts.netloc:
+        raise ConfigError("credentials do not belong into the endpoint of an s3:// URL")
 
 
 def _switch(options: Mapping[str, str], name: str, *, default: bool) -> bool:
@@ -101,6 +115,13 @@ def _switch(options: Mapping[str, str], name: str, *, default: bool) -> bool:
     if text not in _SWITCH:
         raise ConfigError(f"{name} is {text!r}{nearest(text, _SWITCH)}; allowed: no, yes")
     return _SWITCH[text]
+
+
+def _whole(options: Mapping[str, str], name: str, default: int, high: int) -> int:
+    value = _number(options, name, default, 1, high)
+    if not value.is_integer():
+        raise ConfigError(f"{name} of an s3:// URL is {options[name]!r}; allowed: a whole number")
+    return int(value)
 
 
 def _number(

@@ -1,0 +1,133 @@
+"""Commands, and their answers out of a stream of bytes: RESP2, payload into the caller's memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from redis import exceptions as redis_errors
+
+from kvtier.constants import KIB, MIB
+from kvtier_connectors.redis.errors import reply_error
+from kvtier_connectors.redis.objects import HEADER_BYTES, INLINE_BYTES_MAX
+
+#: No answer that is not read into a caller's buffer is larger.
+ANSWER_BYTES_MAX: Final = HEADER_BYTES + INLINE_BYTES_MAX
+_VALUE_BYTES_MAX: Final = 512 * MIB
+BUFFER_BYTES: Final = 16 * KIB
+_LINE_BYTES_MAX: Final = 4 * KIB
+_NUMBER: Final = re.compile(rb"-?\d{1,18}")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command and where its answer goes.
+
+    ``slot`` is the cluster's slot of its keys. Of a bulk answer the first ``head_bytes`` are
+    returned and what follows goes ``into`` the caller's buffer as far as it reaches; without a
+    buffer all of it is returned. When a command with the same ``job`` fails, the later ones are not
+    sent any more, unless ``job`` is None. A redirection is no failure: the other keys of a slot
+    that is on its way may still be here.
+    """
+
+    words: tuple[bytes | memoryview, ...]
+    slot: int
+    into: memoryview | None = None
+    head_bytes: int = ANSWER_BYTES_MAX
+    job: int | None = None
+
+    @property
+    def payload_bytes(self) -> int:
+        """What it moves, either way."""
+        sent = sum(len(word) for word in self.words if isinstance(word, memoryview))
+        return sent + (len(self.into) if self.into is not None else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Bulk:
+    """A value that came: its first bytes, and how long it was."""
+
+    head: bytes
+    nbytes: int
+
+
+Reply = Bulk | int | bytes | None | Exception
+
+ASKING: Final = Command((b"ASKING",), 0)
+
+
+class Replies:
+    """Reads answers one by one. ``source`` fills some of a buffer; 0 is the end of the stream.
+
+    Reads ahead at most ``BUFFER_BYTES``, so the bulk of a value never passes through a buffer.
+    """
+
+    def __init__(self, source: Callable[[memoryview], int]) -> None:
+        self._source = source
+        self._buffer = memoryview(bytearray(BUFFER_BYTES))
+        self._start = self._end = 0
+
+    def next(self, command: Command) -> Reply:
+        """Return the next answer, which is to this command.
+
+        An error reply is an answer. Raises ``InvalidResponse`` for what is not RESP, and
+        ``ConnectionError`` where the stream ends.
+        """
+        line = self._line()
+        kind, rest = line[:1], line[1:]
+        if kind == b"+":
+            return rest
+        if kind == b"-":
+            return reply_error(rest.decode("utf-8", "replace"))
+        number = int(rest) if _NUMBER.fullmatch(rest) else None
+        if kind == b":" and number is not None:
+            return number
+        if kind != b"$" or number is None or not -1 <= number <= _VALUE_BYTES_MAX:
+            raise redis_errors.InvalidResponse(f"an answer that begins with {line[:20]!r}")
+        return None if number == -1 else self._bulk(number, command)
+
+    def _bulk(self, nbytes: int, command: Command) -> Bulk:
+        head = bytearray(min(nbytes, command.head_bytes))
+        self._fill(memoryview(head))
+        rest = nbytes - len(head)
+        if command.into is not None:
+            placed = min(rest, len(command.into))
+            self._fill(command.into[:placed])
+            rest -= placed
+        while rest:
+            # More than was asked for: who asked sees it by the size.
+            skipped = memoryview(bytearray(min(rest, BUFFER_BYTES)))
+            self._fill(skipped)
+            rest -= len(skipped)
+        if self._line() != b"":
+            raise redis_errors.InvalidResponse("a value that does not end where it should")
+        return Bulk(bytes(head), nbytes)
+
+    def _line(self) -> bytes:
+        while True:
+            held = bytes(self._buffer[self._start : self._end])
+            end = held.find(b"\r\n")
+            if end >= 0:
+                self._start += end + 2
+                return held[:end]
+            if len(held) > _LINE_BYTES_MAX:
+                raise redis_errors.InvalidResponse("a line without an end")
+            self._buffer[: len(held)] = held
+            self._start, self._end = 0, len(held)
+            self._end += self._receive(self._buffer[self._end :])
+
+    def _fill(self, into: memoryview) -> None:
+        """Fill the memory: first with what has come already, then straight from the socket."""
+        done = min(len(into), self._end - self._start)
+        into[:done] = self._buffer[self._start : self._start + done]
+        self._start += done
+        while done < len(into):
+            done += self._receive(into[done:])
+
+    def _receive(self, into: memoryview) -> int:
+        count = self._source(into)
+        if count == 0:
+            raise redis_errors.ConnectionError("the server closed the connection")
+        return count

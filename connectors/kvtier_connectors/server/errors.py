@@ -1,0 +1,50 @@
+"""What a server and its wire can answer, and which outcome that is. One table for each."""
+
+from __future__ import annotations
+
+import ssl
+from typing import Final
+
+from kvtier.errors import (
+    ConnectorDataError,
+    ConnectorError,
+    ConnectorRefusedError,
+    ConnectorTimeoutError,
+    ConnectorUnavailableError,
+)
+from kvtier.wire import Status, WireError, WireVersionError
+
+#: The outcome for a status that is neither ``OK`` nor ``ABSENT``.
+STATUSES: Final[dict[Status, type[ConnectorError]]] = {
+    Status.REFUSED: ConnectorRefusedError,
+    Status.UNAVAILABLE: ConnectorUnavailableError,
+    Status.LATE: ConnectorTimeoutError,
+    Status.CORRUPT: ConnectorDataError,
+}
+
+#: The outcome for an error of a socket or of the wire. The most specific class counts.
+ERRORS: Final[dict[type[BaseException], type[ConnectorError]]] = {
+    WireError: ConnectorDataError,
+    WireVersionError: ConnectorRefusedError,
+    ssl.SSLCertVerificationError: ConnectorRefusedError,
+    ssl.SSLError: ConnectorUnavailableError,
+    PermissionError: ConnectorRefusedError,
+    TimeoutError: ConnectorTimeoutError,
+    OSError: ConnectorUnavailableError,
+}
+
+
+def failure(status: Status, text: str) -> ConnectorError:
+    """Return the outcome that a status is."""
+    return STATUSES[status](text or status.name.lower())
+
+
+def translated(error: Exception) -> ConnectorError:
+    """Return the outcome that an error is, with the error as its cause."""
+    for kind in type(error).__mro__:
+        if kind in ERRORS:
+            outcome = ERRORS[kind](str(error) or kind.__name__)
+            # Its frames hold the caller's buffers.
+            outcome.__cause__ = error.with_traceback(None)
+            return outcome
+    raise AssertionError(f"no outcome for {type(error).__name__}") from error

@@ -1,0 +1,209 @@
+"""One connection to a server: requests out, answers matched by their numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import dataclass
+from typing import Final
+
+from kvtier.errors import ConnectorDataError, ConnectorError, ConnectorUnavailableError
+from kvtier.wire import (
+    FROM_SERVER,
+    WIRE_VERSION,
+    Data,
+    Done,
+    Found,
+    Frame,
+    Hello,
+    Message,
+    Refused,
+    Status,
+    Welcome,
+    WireError,
+)
+from kvtier.wire_link import Link
+from kvtier_connectors.server.errors import failure, translated
+from kvtier_connectors.server.settings import Settings
+
+_NUMBERS: Final = 2**32
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A request without its answer yet. ``into`` is where its payload belongs."""
+
+    answer: asyncio.Future[tuple[Message, int]]
+    into: memoryview | None
+
+
+class Line:
+    """The ``Owner`` of one connection. Everything happens in the loop's thread.
+
+    ``ask`` may be called any number of times at once. What was asked when the connection is lost
+    ends with an error; a request that is given up lets go of its buffer at once.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._asked: dict[int, _Asked] = {}
+        self._numbers = itertools.count()
+        self._welcomed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._coming: tuple[int, Data, int] | None = None
+        self._fault: ConnectorError | None = None
+        self._link = Link(FROM_SERVER, self)
+
+    @property
+    def usable(self) -> bool:
+        """True while it can be asked."""
+        return self._fault is None
+
+    @property
+    def load(self) -> int:
+        """Requests that have no answer yet."""
+        return len(self._asked)
+
+    async def open(self) -> None:
+        """Connect and be welcomed. Raises ``ConnectorError``."""
+        settings, loop = self._settings, asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(settings.connect_timeout_s):
+                if settings.path:
+                    await loop.create_unix_connection(lambda: self._link, settings.path)
+                else:
+                    await loop.create_connection(
+                        lambda: self._link, settings.host, settings.port, ssl=settings.tls
+                    )
+                await self._welcomed
+        except (OSError, WireError) as error:
+            self._lose(translated(error))
+            raise self.fault from error
+        except (ConnectorError, asyncio.CancelledError):
+            self._lose(ConnectorUnavailableError("the connection was given up"))
+            raise
+
+    @property
+    def fault(self) -> ConnectorError:
+        """Why it is not usable."""
+        return self._fault or ConnectorUnavailableError("the connection is closed")
+
+    def number(self) -> int:
+        """Return a number for a request that no open one has."""
+        return next(self._numbers) % _NUMBERS
+
+    async def ask(
+        self,
+        message: Message,
+        number: int,
+        *,
+        payload: memoryview | None = None,
+        into: memoryview | None = None,
+    ) -> tuple[Message, int]:
+        """Send a request; return its answer, and how many bytes came into ``into``.
+
+        Raises ``ConnectorError``. Neither buffer is touched after it has returned or raised.
+        """
+        if self._fault is not None:
+            raise self._fault
+        asked = _Asked(asyncio.get_running_loop().create_future(), into)
+        self._asked[number] = asked
+        before_bytes = self._link.received_bytes
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                await self._link.send(message, payload)
+                return await asked.answer
+        except OSError as error:
+            fault = self._fault or translated(error)
+            late = isinstance(error, TimeoutError)
+            if not late or self._link.received_bytes == before_bytes:
+                self._lose(fault)  # What has said nothing for so long may be gone for good.
+            raise fault from error
+        finally:
+            self._forget(number, asked)
+
+    def close(self) -> None:
+        """Close; what is asked ends with an error."""
+        self._lose(ConnectorUnavailableError("the connector is closed"))
+
+    def opened(self) -> None:
+        """See ``Owner``."""
+        self._link.send_now(Hello(WIRE_VERSION, WIRE_VERSION, self._settings.token))
+
+    def arrived(self, frame: Frame) -> None:
+        """See ``Owner``."""
+        message = frame.message
+        if isinstance(message, Refused):
+            status = Status.REFUSED if message.status is Status.OK else message.status
+            status = Status.UNAVAILABLE if status is Status.ABSENT else status
+            self._lose(failure(status, message.text))
+        elif isinstance(message, Welcome):
+            self._take_welcome(message)
+        elif not self._welcomed.done():
+            self._lose(ConnectorDataError("an answer before the welcome"))
+        elif isinstance(message, Data):
+            self._take_data(message, frame.payload_bytes)
+        elif isinstance(message, Found | Done):
+            self._end(message.request, message, 0)
+
+    def payload_arrived(self) -> None:
+        """See ``Owner``."""
+        assert self._coming is not None, "a payload of nothing"
+        (number, message, nbytes), self._coming = self._coming, None
+        self._end(number, message, nbytes)
+
+    def broken(self, error: WireError) -> None:
+        """See ``Owner``."""
+        self._lose(translated(error))
+
+    def closed(self, error: Exception | None) -> None:
+        """See ``Owner``."""
+        if isinstance(error, OSError):
+            self._lose(translated(error))
+        else:
+            self._lose(ConnectorUnavailableError("the server has closed the connection"))
+
+    def _take_welcome(self, message: Welcome) -> None:
+        if message.version != WIRE_VERSION or self._welcomed.done():
+            self._lose(ConnectorDataError(f"welcomed to version {message.version} of the wire"))
+        else:
+            self._welcomed.set_result(None)
+
+    def _take_data(self, message: Data, nbytes: int) -> None:
+        asked = self._asked.get(message.request)
+        if not nbytes:
+            self._end(message.request, message, 0)
+            return
+        into = asked.into if asked is not None else None
+        if into is not None and nbytes > len(into):
+            self._lose(ConnectorDataError(f"{nbytes} bytes where {len(into)} were asked for"))
+            return
+        # What nobody waits for any more goes nowhere.
+        self._coming = (message.request, message, nbytes)
+        self._link.place(None if into is None else into[:nbytes])
+
+    def _end(self, number: int, message: Message, nbytes: int) -> None:
+        asked = self._asked.get(number)
+        if asked is not None and not asked.answer.done():
+            asked.answer.set_result((message, nbytes))
+
+    def _forget(self, number: int, asked: _Asked) -> None:
+        """Let go of a request and its buffer."""
+        del self._asked[number]
+        if not asked.answer.cancel() and not asked.answer.cancelled():
+            asked.answer.exception()  # Nobody may have waited for it.
+        if self._coming is not None and self._coming[0] == number:
+            self._link.discard()
+
+    def _lose(self, fault: ConnectorError) -> None:
+        """End everything for a reason; the first one counts."""
+        if self._fault is not None:
+            return
+        self._fault = fault
+        self._link.abort()
+        waiting = [asked.answer for asked in self._asked.values()]
+        for each in [self._welcomed, *waiting]:
+            if not each.done():
+                each.set_exception(fault)
+        # Nobody may have waited for it.
+        if self._welcomed.done() and not self._welcomed.cancelled():
+            self._welcomed.exception()

@@ -1,0 +1,113 @@
+"""What a server's URL says. Pure, but for the files that hold the token and certificates."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+from kvtier.config import url_options
+from kvtier.constants import WIRE_TOKEN_BYTES_MAX
+from kvtier.errors import ConfigError
+
+PORT_DEFAULT: Final = 7070
+CONNECTIONS_MAX: Final = 64
+_PLAIN: Final = ("connect_timeout_s", "connections", "timeout_s", "token_file", "token_name")
+_TLS: Final = (*_PLAIN, "ca", "cert", "hostname", "key")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything that a URL says. With a ``path`` it is a Unix socket."""
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+    token: bytes = field(default=b"", repr=False)
+    tls: ssl.SSLContext | None = None
+    connections: int = 4
+    timeout_s: float = 5.0
+    connect_timeout_s: float = 2.0
+
+
+def parse_url(url: str) -> Settings:
+    """Return what the URL says. Raises ``ConfigError`` that holds no secret."""
+    parts = urlsplit(url)
+    options = url_options(url, _TLS if parts.scheme == "kvtiers" else _PLAIN)
+    if parts.username is not None or parts.password is not None:
+        raise ConfigError("a token is in a file, which token_file names, not in the URL")
+    where = _unix(parts.netloc, parts.path) if parts.scheme == "kvtier+unix" else {}
+    if not where:
+        where = _tcp(parts.scheme, parts.netloc, parts.path)
+    count = _number("connections", options.get("connections", "4"), 1, CONNECTIONS_MAX)
+    connect_s = options.get("connect_timeout_s", "2")
+    return Settings(
+        **where,  # type: ignore[arg-type]
+        token=_token(options.get("token_file"), options.get("token_name")),
+        tls=_context(options) if parts.scheme == "kvtiers" else None,
+        connections=int(count),
+        timeout_s=_number("timeout_s", options.get("timeout_s", "5"), 0.001, 3600),
+        connect_timeout_s=_number("connect_timeout_s", connect_s, 0.001, 3600),
+    )
+
+
+def _unix(netloc: str, path: str) -> dict[str, str]:
+    if netloc or not path:
+        raise ConfigError("a kvtier+unix:// URL has three slashes: kvtier+unix:///run/kvtier.sock")
+    return {"path": unquote(path)}
+
+
+def _tcp(scheme: str, netloc: str, path: str) -> dict[str, str | int]:
+    host, separator, port = netloc.rpartition(":")
+    if not separator or port.endswith("]"):
+        host, port = netloc, str(PORT_DEFAULT)
+    if not host or path.strip("/"):
+        raise ConfigError(f"a {scheme}:// URL is {scheme}://host:port")
+    return {"host": host.strip("[]"), "port": int(_number("the port", port, 1, 65_535))}
+
+
+def _token(path: str | None, name: str | None) -> bytes:
+    """Read a file of one token, or the line of that name, as the server's own file has them."""
+    if path is None:
+        if name is not None:
+            raise ConfigError("token_name needs a token_file")
+        return b""
+    try:
+        lines = [line.split() for line in Path(path).read_bytes().splitlines()]
+    except OSError as error:
+        raise ConfigError(f"token file {path}: {error.strerror or error}") from error
+    lines = [line for line in lines if line and not line[0].startswith(b"#")]
+    if name is not None:
+        lines = [line for line in lines if line[0] == name.encode()]
+    if len(lines) != 1 or len(lines[0]) > 2 or len(lines[0][-1]) > WIRE_TOKEN_BYTES_MAX:
+        asked = "one token" if name is None else f"one token of the name {name!r}"
+        raise ConfigError(f"token file {path}: allowed is {asked}")
+    return lines[0][-1]
+
+
+def _context(options: dict[str, str]) -> ssl.SSLContext:
+    if ("cert" in options) != ("key" in options):
+        raise ConfigError("cert needs key, and the other way round")
+    hostname = options.get("hostname", "check")
+    if hostname not in {"check", "any"}:
+        raise ConfigError(f"hostname is {hostname!r}; allowed: any, check")
+    try:
+        context = ssl.create_default_context(cafile=options.get("ca"))
+        if "cert" in options:
+            context.load_cert_chain(options["cert"], options["key"])
+    except OSError as error:
+        raise ConfigError(f"ca, cert, key: {error.strerror or error}") from error
+    context.check_hostname = hostname == "check"
+    return context
+
+
+def _number(name: str, text: str, low: float, high: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not low <= value <= high:
+        raise ConfigError(f"{name} of a server's URL is {text!r}; allowed is {low:g} to {high:g}")
+    return value
