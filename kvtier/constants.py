@@ -61,6 +61,8 @@ PENDING_DEADLINE_S_DEFAULT: Final = 2.0
 STORE_DEADLINE_S: Final = 10.0
 WRITE_DEADLINE_S: Final = 10.0
 CLOSE_DEADLINE_S_DEFAULT: Final = 10.0
+# What the last one to be closed gets, where others have taken all of that.
+CLOSE_S_MIN: Final = 0.5
 WARM_UP_S_MAX: Final = 120.0
 HOUSEKEEPING_S: Final = 0.1
 
@@ -175,3 +177,27 @@ TENANTS_COUNTED_MAX: Final = 256
 EVENTS_QUEUED_MAX: Final = 8192
 EVENT_CHUNKS_MAX: Final = 131_072
 EVENTS_TAKEN_MAX: Final = 64
+
+# The cache server's wire: what one frame may hold, checked before anything is allocated.
+WIRE_HEADER_BYTES_MAX: Final = 64 * KIB
+# A payload is stored with a byte behind it.
+WIRE_PAYLOAD_BYTES_MAX: Final = OPAQUE_BYTES_MAX - 1
+WIRE_KEYS_MAX: Final = 1024
+WIRE_KEY_BYTES_MAX: Final = 1024
+WIRE_TOKEN_BYTES_MAX: Final = 4096
+WIRE_TEXT_BYTES_MAX: Final = 1024
+# Bytes that are handed to a socket at a time, and how long one such piece may take to go.
+WIRE_PIECE_BYTES: Final = MIB // 2
+WIRE_STALL_S_MAX: Final = 10.0
+# Slower than this a frame does not count as coming.
+WIRE_BYTES_PER_S_MIN: Final = 256 * KIB
+
+# The cache server: connections and what may be under way, of one and of all.
+DAEMON_CONNECTIONS_MAX: Final = 256
+DAEMON_REQUESTS_MAX: Final = 256
+DAEMON_CONNECTION_BYTES_MAX: Final = 64 * MIB
+DAEMON_BYTES_MAX: Final = GIB
+DAEMON_IDLE_S_MAX: Final = 600.0
+DAEMON_REQUEST_S_MAX: Final = 10.0
+DAEMON_DRAIN_S: Final = 10.0
+DAEMON_TOKENS_MAX: Final = 1024

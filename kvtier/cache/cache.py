@@ -7,6 +7,7 @@ in other threads without it. No method waits for a tier.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 
 from kvtier.cache.assembly import Given, make_desks, make_medium
@@ -21,7 +22,7 @@ from kvtier.cache.spans import record_match
 from kvtier.clock import SystemClock
 from kvtier.codecs.known import KnownCodecs
 from kvtier.config import CacheConfig
-from kvtier.constants import CLOSE_DEADLINE_S_DEFAULT
+from kvtier.constants import CLOSE_DEADLINE_S_DEFAULT, CLOSE_S_MIN
 from kvtier.errors import ConfigError
 from kvtier.interfaces import Clock, Connector
 from kvtier.obs.spans import Spans
@@ -328,11 +329,12 @@ class Cache:
             self._medium.loads.end(MissReason.CANCELLED)
             self._desks.prefetcher.end()
             self._rooms.flush()
+        end = time.monotonic() + timeout_s
         last = self._rooms.disk.last if self._rooms.disk is not None else []
         if self._desks.cost_keeper is not None:
             last[0] = self._desks.cost_keeper.finish(last[0])
         self._medium.executor.close(timeout_s, last)
-        self._rooms.close(timeout_s)
+        self._rooms.close(max(CLOSE_S_MIN, end - time.monotonic()))
         self._medium.shapes.codecs.close(timeout_s)
         with self._lock:
             self._medium.arena.close()

@@ -236,13 +236,13 @@ class Load:
                 return False
             if dram.index.get(piece.key) is not None:
                 return False  # A store of the same chunk is under way; its record comes soon.
-            piece.tier = source.origin.tier
             # What this load has done with gives way when DRAM is full of it.
             done = [each.key for each in reversed(self._pieces) if each.complete]
             piece.fill = below.start(source, self._match.sequence, self._deadline, done)
         if piece.fill is None:
             self._waits_for_room = True  # Pieces on their way give theirs back.
             return False
+        piece.tier = piece.fill.source.origin.tier
         return self._hold(index, piece, piece.fill.record)
 
     def _order(self) -> list[Plan]:

@@ -113,6 +113,8 @@ class Remotes:
         Those that are ``held`` by a nearer tier are left out. Returns whether the answer for the
         first one is on its way; it is not where too much is being asked already.
         """
+        if self._asks(sequence.chunk_keys[first]):
+            return True  # And with it for what comes after it.
         wanted: dict[Remote, list[ChunkKey]] = {}
         for key in sequence.chunk_keys[first : first + ask_count(found)]:
             remote = None if held(key) else self._to_ask(key)
@@ -122,8 +124,7 @@ class Remotes:
             room = REMOTE_ASKED_CHUNKS_MAX - len(self._asking[remote])
             if keys[:room]:
                 self._send(remote, keys[:room], sequence.layout)
-        key = sequence.chunk_keys[first]
-        return any(key in asking for asking in self._asking.values())
+        return self._asks(sequence.chunk_keys[first])
 
     def tick(self) -> None:
         """Start what is due: a probe of what fails, a listing of what is ours alone."""
@@ -144,6 +145,9 @@ class Remotes:
                 remote.tier.holdings.check_integrity()
             if len(self._asking[remote]) > REMOTE_ASKED_CHUNKS_MAX:
                 raise AssertionError(f"{len(self._asking[remote])} chunks are being asked for")
+
+    def _asks(self, key: ChunkKey) -> bool:
+        return any(key in asking for asking in self._asking.values())
 
     def _codec_in(self, remote: Remote, sequence: TokenSequence) -> str:
         own = sequence.codec or remote.tier.codec_of(sequence.root)

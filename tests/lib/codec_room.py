@@ -10,7 +10,7 @@ from kvtier.cache.cache import Cache
 from kvtier.cache.match import Ready
 from kvtier.cache.sequence import Sequence
 from kvtier.cache.worker import CacheWorker
-from kvtier.config import CacheConfig, DiskConfig
+from kvtier.config import CacheConfig, DiskConfig, RemoteConfig
 from kvtier.constants import MIB
 from kvtier.registry import split_codec
 from kvtier.testing.engine_double import wait_until
@@ -50,14 +50,21 @@ class Room:
         disk_bytes: int = 64 * MIB,
         directories: int = 1,
         files: FileSystem | None = None,
+        remote: str = "",
     ) -> None:
-        """``disk_codec`` as the option has it: ``int4``, ``zstd``, ``int8+zstd``."""
+        """``disk_codec`` as the option has it: ``int4``, ``zstd``, ``int8+zstd``.
+
+        With the URL of a ``remote`` there is no disk.
+        """
         block, byte = split_codec(disk_codec) if disk_codec else (None, None)
         more = tuple(str(folder / f"disk{number}") for number in range(1, directories))
         disk = DiskConfig(
             str(folder / "disk"), disk_bytes, more_paths=more, codec=block, byte_codec=byte
         )
-        self.cache = Cache(CacheConfig(16 * MIB, disk, codec=codec, slab_bytes=MIB), files=files)
+        remotes = (RemoteConfig(remote),) if remote else ()
+        tiers = (None, remotes) if remote else (disk, ())
+        config = CacheConfig(16 * MIB, *tiers, codec=codec, slab_bytes=MIB)
+        self.cache = Cache(config, files=files)
         self.worker = CacheWorker(Placement(), self.cache.arena, codecs=self.cache.codecs)
         count = CHUNKS * CHUNK // BLOCK
         self.computed, self.restored = (

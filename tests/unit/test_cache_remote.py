@@ -180,18 +180,6 @@ def test_a_load_larger_than_dram_goes_in_turns(lab: RemoteLab) -> None:
     assert engine.load(engine.match(engine.sequence(tokens))).outcome.end_token == len(tokens)
 
 
-def test_a_remote_that_packs_otherwise_is_read_all_the_same(lab: RemoteLab) -> None:
-    """One chunk has one address, whatever its codec; the header says which it is."""
-    engine = lab.open(codec="lossless")
-    engine.store(engine.sequence(FIVE))
-    uploaded(engine)
-    lab.close(engine)
-    engine = lab.open(codec="raw")
-    loading = engine.load(engine.match(engine.sequence(FIVE)))
-    assert loading.outcome.tokens_by_tier == {Tier.REMOTE: len(FIVE)}
-    assert remote_counters(engine).corrupt_shards == 0
-
-
 def test_remotes_are_asked_in_their_order(lab: RemoteLab) -> None:
     lab.remotes.append(ToyRemote())
     engine = lab.filled(FIVE)
