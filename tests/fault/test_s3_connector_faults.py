@@ -24,13 +24,14 @@ from kvtier.errors import (
 from kvtier.interfaces import Connector, Listable
 from kvtier.testing.connector_contract import get, get_whole, payload_of, put
 from kvtier.types import KeyInfo, ReadRequest, WriteItem
-from kvtier_connectors.s3.connector import PIECE_BYTES, READ_TRIES_MAX
+from kvtier_connectors.s3.connector import READ_TRIES_MAX
 from kvtier_connectors.s3.errors import CODES, ERRORS, translated
-from kvtier_connectors.s3.settings import parse_url
+from kvtier_connectors.s3.settings import Settings, parse_url
 from tests.lib.opened import Opened
 from tests.lib.redis_servers import free_port
 from tests.lib.s3_servers import FailingS3, Orders, use_credentials
 
+PIECE_BYTES = Settings("bucket").piece_bytes
 DATA = payload_of(b"key", 1024)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import kvtier.registry
+from kvtier.constants import MIB
 from kvtier.errors import ConnectorRefusedError, ConnectorUnavailableError
 from kvtier.interfaces import Connector, Listable
 from kvtier.testing.connector_contract import (
@@ -20,18 +22,23 @@ from kvtier.testing.connector_contract import (
     put,
 )
 from kvtier.types import KeyInfo, ReadRequest, WriteItem
-from kvtier_connectors.s3.bucket import KEY_BYTES_MAX
-from kvtier_connectors.s3.connector import MULTIPART_BYTES, PIECE_BYTES
+from kvtier_connectors.s3 import S3Connector
+from kvtier_connectors.s3.answers import Piece
+from kvtier_connectors.s3.bucket import KEY_BYTES_MAX, Bucket, Upload
+from kvtier_connectors.s3.settings import Settings, parse_url
+from kvtier_connectors.threads import Halt
 from tests.lib.opened import Opened
-from tests.lib.s3_servers import BUCKET, client, seaweed, use_credentials
+from tests.lib.s3_servers import BUCKET, client, seaweed, url_of, use_credentials
 
+PIECE_BYTES = Settings("bucket").piece_bytes
+MULTIPART_BYTES = Settings("bucket").multipart_bytes
 LARGE = 2 * PIECE_BYTES + 123
 
 
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with seaweed(tmp_path_factory.mktemp("seaweed")) as made:
-        yield made
+        yield made.endpoint
 
 
 @pytest.fixture(autouse=True)
@@ -51,10 +58,6 @@ def user(endpoint: str) -> Iterator[Any]:
     made = client(endpoint)
     yield made
     made.close()
-
-
-def url_of(endpoint: str, prefix: str, options: str = "") -> str:
-    return f"s3://{BUCKET}/{prefix}?endpoint={endpoint}&region=us-east-1{options}"
 
 
 @pytest.fixture
@@ -103,12 +106,31 @@ async def test_b44_what_another_user_deletes_is_a_miss(url: str, user: Any, open
     assert await get_whole(connector, {b"key": 5}) == [b"newer"]
 
 
-async def test_if_absent_keeps_what_is_there(endpoint: str, opened: Opened) -> None:
-    place = url_of(endpoint, uuid.uuid4().hex, "&if_absent=yes")
-    connector = opened(kvtier.registry.connect(place))
-    await put(connector, {b"key": b"first"})
-    await put(connector, {b"key": b"other"})
-    assert await get_whole(connector, {b"key": 5}) == [b"first"]
+async def test_if_absent_keeps_what_is_there(endpoint: str, user: Any, opened: Opened) -> None:
+    settings = parse_url(url_of(endpoint, uuid.uuid4().hex, "&if_absent=yes"))
+    connector = opened(S3Connector(replace(settings, part_bytes=5 * MIB, multipart_bytes=5 * MIB)))
+    sizes = {b"small": 5, b"large": 5 * MIB + 7}
+    first = {key: payload_of(key, nbytes, 1) for key, nbytes in sizes.items()}
+    await put(connector, first)
+    await put(connector, {key: payload_of(key, nbytes, 2) for key, nbytes in sizes.items()})
+    assert await get_whole(connector, sizes) == list(first.values())
+    assert "Uploads" not in user.list_multipart_uploads(Bucket=BUCKET)
+
+
+async def test_of_two_that_upload_at_the_same_time_the_first_to_end_stays(
+    endpoint: str, user: Any
+) -> None:
+    bucket = Bucket(parse_url(url_of(endpoint, uuid.uuid4().hex, "&if_absent=yes")))
+    uploads = [bucket.begin_upload(b"key") for _ in range(2)]
+    for number, upload_id in enumerate(uploads):
+        assert upload_id is not None
+        part = bucket.send_part(Upload(b"key", upload_id, 1, memoryview(b"data%d" % number)))
+        bucket.end_upload(b"key", upload_id, [part])
+    into = memoryview(bytearray(5))
+    assert bucket.read(Piece(b"key", 0, into), Halt())
+    assert bytes(into) == b"data0"
+    assert "Uploads" not in user.list_multipart_uploads(Bucket=BUCKET)
+    bucket.close()
 
 
 async def test_list_by_prefix_passes_over_what_is_not_ours(

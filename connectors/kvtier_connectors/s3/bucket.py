@@ -13,6 +13,7 @@ import hashlib
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 import boto3
@@ -20,9 +21,9 @@ import botocore.loaders
 import botocore.session
 from botocore import exceptions as boto_errors
 
-from kvtier.constants import MIB
 from kvtier.errors import ConnectorDataError, ConnectorError, ConnectorUnavailableError
 from kvtier.types import KeyInfo
+from kvtier_connectors.s3.answers import NOTHING, Piece, Placed, field, take_in
 from kvtier_connectors.s3.errors import MET, is_missing, status_of, translated
 from kvtier_connectors.s3.settings import Settings, client_config
 from kvtier_connectors.threads import Halt
@@ -31,30 +32,13 @@ from kvtier_connectors.threads import Halt
 #: objects as files do not.
 KEY_BYTES_MAX: Final = 120
 DELETES_MAX: Final = 1000
-#: A cancelled read ends after so many bytes.
-STEP_BYTES: Final = MIB
 
 # Reading what boto3 knows of S3 takes a second; one is enough for all buckets.
 _LOADER: Final = botocore.loaders.create_loader()
 _LOADER_LOCK: Final = threading.Lock()
 _NAME: Final = re.compile(r"[0-9a-f]{2}/((?:[0-9a-f]{2})*)\.kv")
-_CONTENT_RANGE: Final = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
-
-
-class Piece(NamedTuple):
-    """A range of an object, and the memory for it."""
-
-    key: bytes
-    offset: int
-    into: memoryview
-
-
-class Placed(NamedTuple):
-    """How much of a piece came; which version of the object it is from, and how large that is."""
-
-    nbytes: int
-    etag: str
-    object_bytes: int
+#: Answers of stores that know no condition on a PUT, or no deletion of many.
+_UNKNOWN: Final = {400, 405, 501}
 
 
 class Upload(NamedTuple):
@@ -72,7 +56,18 @@ class Bucket:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._lock = threading.Lock()
+        self._here = threading.local()
         self._made: Any = None
+        self._conditions = settings.if_absent
+
+    @contextmanager
+    def unless(self, halt: Halt) -> Iterator[None]:
+        """Let the calls of this thread send nothing any more once ``halt`` is set."""
+        self._here.halt = halt
+        try:
+            yield
+        finally:
+            del self._here.halt
 
     def contains(self, key: bytes) -> bool:
         """Tell whether the object is there."""
@@ -86,37 +81,39 @@ class Bucket:
         """
         if len(piece.key) > KEY_BYTES_MAX:
             return None
-        placed = Placed(0, "", -1)
-        problem: ConnectorError = ConnectorUnavailableError("answers that end too early")
+        if len(piece.into) == 0:
+            return self._nothing_of(piece)
+        placed, problem = NOTHING, ConnectorError()
         for _ in range(self._settings.tries):
             try:
                 answer = self._get(piece, placed)
-                if answer is None:
+                placed, problem = take_in(answer, piece, placed, halt)
+            except boto_errors.ClientError as error:
+                if is_missing(error):
                     return None
-                placed, problem = _received(answer, piece, placed, halt)
+                if status_of(error) == 416:
+                    return self._nothing_of(piece)
+                if status_of(error) != 412:
+                    raise translated(error) from error
+                # Another object under the same name, while we were at the old one's middle.
+                placed, problem = NOTHING, ConnectorUnavailableError("an object that changes")
             except MET as error:
                 raise translated(error) from error
-            end = min(placed.object_bytes - piece.offset, len(piece.into))
-            if placed.nbytes >= end:
+            if placed.fills(piece):
                 return placed
         raise problem
 
     def write(self, key: bytes, data: memoryview) -> None:
         """Store an object in one go; the store verifies its checksum."""
-        condition = {"IfNoneMatch": "*"} if self._settings.if_absent else {}
-        try:
-            # boto3 takes no memoryview; the copy is a small part of what sending it costs.
-            self._call("put_object", key, Body=bytes(data), **condition)
-        except boto_errors.ClientError as error:
-            if status_of(error) != 412:
-                raise translated(error) from error
-        except MET as error:
-            raise translated(error) from error
+        # boto3 takes no memoryview; the copy is a small part of what sending it costs.
+        self._store("put_object", key, Body=bytes(data))
 
-    def begin_upload(self, key: bytes) -> str:
-        """Begin an object that is sent in parts."""
+    def begin_upload(self, key: bytes) -> str | None:
+        """Begin an object that is sent in parts; None: what is there is to stay."""
+        if self._conditions and self.contains(key):
+            return None
         answer = self._guarded("create_multipart_upload", key, ChecksumAlgorithm="CRC32")
-        return str(answer["UploadId"])
+        return str(field(answer, "UploadId"))
 
     def send_part(self, upload: Upload) -> dict[str, Any]:
         """Send a part; return what ``end_upload`` must know of it."""
@@ -128,19 +125,16 @@ class Bucket:
             Body=bytes(upload.data),
             ChecksumAlgorithm="CRC32",
         )
-        part = {"PartNumber": upload.number, "ETag": answer["ETag"]}
+        part = {"PartNumber": upload.number, "ETag": field(answer, "ETag")}
         if "ChecksumCRC32" in answer:
             part["ChecksumCRC32"] = answer["ChecksumCRC32"]
         return part
 
     def end_upload(self, key: bytes, upload_id: str, parts: list[dict[str, Any]]) -> None:
         """Make an object of the parts; until then nobody sees any of it."""
-        self._guarded(
-            "complete_multipart_upload",
-            key,
-            UploadId=upload_id,
-            MultipartUpload={"Parts": parts},
-        )
+        options = {"UploadId": upload_id, "MultipartUpload": {"Parts": parts}}
+        if not self._store("complete_multipart_upload", key, **options):
+            self.abort_upload(key, upload_id)
 
     def abort_upload(self, key: bytes, upload_id: str) -> None:
         """Let go of the parts."""
@@ -148,17 +142,22 @@ class Bucket:
 
     def delete(self, keys: list[bytes]) -> None:
         """Delete at most ``DELETES_MAX`` objects."""
-        names = [{"Key": self._name(key)} for key in keys if len(key) <= KEY_BYTES_MAX]
-        if names:
-            try:
-                self._client().delete_objects(
-                    Bucket=self._settings.bucket, Delete={"Objects": names, "Quiet": True}
-                )
-            except MET as error:
+        able = [key for key in keys if len(key) <= KEY_BYTES_MAX]
+        names = {"Objects": [{"Key": self._name(key)} for key in able], "Quiet": True}
+        if not able:
+            return
+        try:
+            self._client().delete_objects(Bucket=self._settings.bucket, Delete=names)
+        except boto_errors.ClientError as error:
+            if status_of(error) not in _UNKNOWN:
                 raise translated(error) from error
+            for key in able:
+                self._guarded("delete_object", key)
+        except MET as error:
+            raise translated(error) from error
 
     def page(self, prefix: bytes, token: str | None) -> tuple[list[KeyInfo], str | None]:
-        """Return some of the objects, and where to go on."""
+        """Return some of the objects, and where to go on; None: that was the last page."""
         options = {"ContinuationToken": token} if token else {}
         try:
             answer = self._client().list_objects_v2(
@@ -167,7 +166,10 @@ class Bucket:
         except MET as error:
             raise translated(error) from error
         found = list(self._infos(answer.get("Contents", []), prefix))
-        return found, answer.get("NextContinuationToken") if answer["IsTruncated"] else None
+        following = answer.get("NextContinuationToken") if answer.get("IsTruncated") else None
+        if following is not None and following == token:
+            raise ConnectorDataError("the store lists the same page again and again")
+        return found, following
 
     def close(self) -> None:
         """Close the connections."""
@@ -177,36 +179,44 @@ class Bucket:
 
     def _infos(self, contents: list[dict[str, Any]], prefix: bytes) -> Iterator[KeyInfo]:
         for each in contents:
-            match = _NAME.fullmatch(each["Key"][len(self._settings.prefix) :])
+            match = _NAME.fullmatch(field(each, "Key")[len(self._settings.prefix) :])
             if match and match[1].startswith(prefix.hex()):
-                yield KeyInfo(bytes.fromhex(match[1]), each["Size"])
+                yield KeyInfo(bytes.fromhex(match[1]), field(each, "Size"))
 
-    def _get(self, piece: Piece, placed: Placed) -> dict[str, Any] | None:
-        """Ask for the rest of a piece. An empty answer: there is nothing behind its beginning."""
-        if len(piece.into) == 0:
-            size = self._size(piece.key)
-            return None if size is None else {"size": size}
+    def _get(self, piece: Piece, placed: Placed) -> dict[str, Any]:
+        """Ask for the rest of a piece, of the version that has come so far."""
         start, stop = piece.offset + placed.nbytes, piece.offset + len(piece.into)
         condition = {"IfMatch": placed.etag} if placed.etag else {}
-        try:
-            answer: dict[str, Any] = self._call(
-                "get_object", piece.key, Range=f"bytes={start}-{stop - 1}", **condition
-            )
-        except boto_errors.ClientError as error:
-            if status_of(error) == 416:
-                size = self._size(piece.key)
-                return None if size is None else {"size": size}
-            # Another object under the same name, while we were at the old one's middle.
-            if is_missing(error) or status_of(error) == 412:
-                return None
-            raise
-        return answer
+        return self._call("get_object", piece.key, Range=f"bytes={start}-{stop - 1}", **condition)
+
+    def _nothing_of(self, piece: Piece) -> Placed | None:
+        """Return an empty piece of the object, if that is there."""
+        size = self._size(piece.key)
+        return None if size is None else Placed(0, "", min(size, piece.offset))
+
+    def _store(self, verb: str, key: bytes, **options: Any) -> bool:
+        """Do what makes an object; False: there is one already, which is to stay."""
+        if self._conditions:
+            try:
+                self._call(verb, key, IfNoneMatch="*", **options)
+                return True
+            except boto_errors.ClientError as error:
+                if status_of(error) == 412:
+                    return False
+                if status_of(error) != 501:
+                    raise translated(error) from error
+                # A store that knows no conditions: it costs uploads, and no more.
+                self._conditions = False
+            except MET as error:
+                raise translated(error) from error
+        self._guarded(verb, key, **options)
+        return True
 
     def _size(self, key: bytes) -> int | None:
         if len(key) > KEY_BYTES_MAX:
             return None
         try:
-            return int(self._call("head_object", key)["ContentLength"])
+            return int(field(self._call("head_object", key), "ContentLength"))
         except boto_errors.ClientError as error:
             if is_missing(error):
                 return None
@@ -229,51 +239,26 @@ class Bucket:
 
     def _client(self) -> Any:
         """Make the client at first use: that takes a while and reads files."""
-        with self._lock, _LOADER_LOCK:
+        with self._lock:
             if self._made is None:
-                core = botocore.session.Session(profile=self._settings.profile)
-                core.register_component("data_loader", _LOADER)
-                self._made = boto3.session.Session(botocore_session=core).client(
-                    "s3",
-                    endpoint_url=self._settings.endpoint,
-                    region_name=self._settings.region,
-                    config=client_config(self._settings),
-                )
+                with _LOADER_LOCK:
+                    core = botocore.session.Session(profile=self._settings.profile)
+                    core.register_component("data_loader", _LOADER)
+                    self._made = boto3.session.Session(botocore_session=core).client(
+                        "s3",
+                        endpoint_url=self._settings.endpoint,
+                        region_name=self._settings.region,
+                        config=client_config(self._settings),
+                    )
+                self._made.meta.events.register("before-send.s3", self._before_send)
             return self._made
+
+    def _before_send(self, **_: Any) -> None:
+        """Called by boto3 before each try of each call."""
+        halt: Halt | None = getattr(self._here, "halt", None)
+        if halt is not None and halt.is_set():
+            raise ConnectorUnavailableError("the call was given up")
 
     def _name(self, key: bytes) -> str:
         spread = hashlib.blake2b(key, digest_size=1).hexdigest()
         return f"{self._settings.prefix}{spread}/{key.hex()}.kv"
-
-
-def _received(
-    answer: dict[str, Any], piece: Piece, placed: Placed, halt: Halt
-) -> tuple[Placed, ConnectorError]:
-    """Take in an answer; return how far the piece has come, and what to say if that is all."""
-    problem: ConnectorError = ConnectorUnavailableError("an answer that ended too early")
-    if "size" in answer:
-        return Placed(0, placed.etag, min(answer["size"], piece.offset)), problem
-    body, done = answer["Body"], placed.nbytes
-    size = _object_bytes(answer, piece.offset + done)
-    end = min(size - piece.offset, len(piece.into))
-    try:
-        while done < end and not halt.is_set():
-            count = body.readinto(piece.into[done : min(done + STEP_BYTES, end)])
-            if count == 0:
-                break
-            done += count
-    except MET as error:
-        problem = translated(error)
-    finally:
-        body.close()
-    return Placed(done, answer["ETag"], size), problem
-
-
-def _object_bytes(answer: dict[str, Any], start: int) -> int:
-    """Return the size of the whole object, of which this answer begins where it should."""
-    match = _CONTENT_RANGE.fullmatch(answer.get("ContentRange", ""))
-    if match and int(match[1]) == start:
-        return int(match[3])
-    if not match and start == 0:
-        return int(answer["ContentLength"])
-    raise ConnectorDataError("the store answered with another range than was asked for")

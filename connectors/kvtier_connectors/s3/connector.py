@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final, Self, TypeVar
 
-from kvtier.constants import MIB
 from kvtier.errors import ConnectorDataError, ConnectorError, ConnectorRefusedError
 from kvtier.interfaces import ReadOutcome
 from kvtier.types import KeyInfo, ReadRequest, WriteItem
-from kvtier_connectors.s3.bucket import DELETES_MAX, KEY_BYTES_MAX, Bucket, Piece, Placed, Upload
+from kvtier_connectors.s3.answers import Piece, Placed
+from kvtier_connectors.s3.bucket import DELETES_MAX, KEY_BYTES_MAX, Bucket, Upload
 from kvtier_connectors.s3.settings import Settings, parse_url
 from kvtier_connectors.threads import Halt, Threads
 
-#: A longer range is read in pieces at the same time.
-PIECE_BYTES: Final = 8 * MIB
-#: A larger object is sent in parts of this size at the same time.
-UPLOAD_BYTES: Final = 8 * MIB
-MULTIPART_BYTES: Final = 32 * MIB
 #: A reader whose object is replaced again and again misses after so many tries.
 READ_TRIES_MAX: Final = 3
 
 Numbers = list[int]
+Answer = Placed | ConnectorError | None
 _Job = TypeVar("_Job")
 _T = TypeVar("_T")
 
@@ -31,10 +28,11 @@ class S3Connector:
 
     S3 shows an object whole or not at all, and a later GET sees what a PUT has stored. A range that
     is read in pieces comes from one version: pieces of two are read again. Writes are verified by
-    the store, by CRC-32; what lies there is not, beyond the length of an answer.
+    the store, by CRC-32; reads by their length, and by the store's own sum where it gives one.
 
     For one event loop; boto3 is waited for in threads of our own. A cancelled call returns when its
-    threads have let go of the buffers, which takes as long as boto3 waits for an answer.
+    threads have let go of the buffers: at once where bytes flow, and after ``timeout_s`` where the
+    store says nothing. It sends nothing any more.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -60,7 +58,8 @@ class S3Connector:
         outcomes: list[ReadOutcome] = [None] * len(requests)
         todo = list(range(len(requests)))
         for _ in range(READ_TRIES_MAX):
-            pieces = [_pieces(requests[n], into[n]) for n in todo]
+            piece_bytes = self._settings.piece_bytes
+            pieces = [_pieces(requests[n], into[n], piece_bytes) for n in todo]
             answers = iter(await self._each(self._bucket.read, [p for own in pieces for p in own]))
             again = []
             for n, own in zip(todo, pieces, strict=True):
@@ -82,7 +81,7 @@ class S3Connector:
             if len(item.key) > KEY_BYTES_MAX:
                 outcomes[n] = ConnectorRefusedError(f"a key of {len(item.key)} bytes")
             else:
-                (large if item.data.nbytes > MULTIPART_BYTES else small).append(n)
+                (large if item.data.nbytes > self._settings.multipart_bytes else small).append(n)
         written = await self._each(
             lambda item, _: self._bucket.write(item.key, item.data), [items[n] for n in small]
         )
@@ -104,13 +103,27 @@ class S3Connector:
         self._bucket.close()
 
     async def _write_parts(self, item: WriteItem) -> ConnectorError | None:
-        data = item.data.cast("B")
         (upload_id,) = await self._each(lambda key, _: self._bucket.begin_upload(key), [item.key])
-        if isinstance(upload_id, ConnectorError):
+        if not isinstance(upload_id, str):
             return upload_id
+        try:
+            problem = await self._send_parts(item, upload_id)
+        except asyncio.CancelledError:
+            # Nobody waits for it: it needs none of the caller's memory.
+            if not self._threads.refusal(1):
+                self._threads.executor.submit(self._bucket.abort_upload, item.key, upload_id)
+            raise
+        if problem is not None:
+            await self._each(
+                lambda upload, _: self._bucket.abort_upload(item.key, upload), [upload_id]
+            )
+        return problem
+
+    async def _send_parts(self, item: WriteItem, upload_id: str) -> ConnectorError | None:
+        data, part_bytes = item.data.cast("B"), self._settings.part_bytes
         uploads = [
-            Upload(item.key, upload_id, number, data[start : start + UPLOAD_BYTES])
-            for number, start in enumerate(range(0, data.nbytes, UPLOAD_BYTES), 1)
+            Upload(item.key, upload_id, number, data[start : start + part_bytes])
+            for number, start in enumerate(range(0, data.nbytes, part_bytes), 1)
         ]
         parts = await self._each(lambda upload, _: self._bucket.send_part(upload), uploads)
         sent = [part for part in parts if not isinstance(part, ConnectorError)]
@@ -119,16 +132,16 @@ class S3Connector:
             (problem,) = await self._each(
                 lambda upload, _: self._bucket.end_upload(item.key, upload, sent), [upload_id]
             )
-        if problem is not None:
-            await self._each(
-                lambda upload, _: self._bucket.abort_upload(item.key, upload), [upload_id]
-            )
         return problem
 
     async def _each(
         self, function: Callable[[_Job, Halt], _T], jobs: Sequence[_Job]
     ) -> list[_T | ConnectorError]:
-        return await self._threads.each(function, jobs, shares_max=self._settings.connections)
+        def run(job: _Job, halt: Halt) -> _T:
+            with self._bucket.unless(halt):
+                return function(job, halt)
+
+        return await self._threads.each(run, jobs, shares_max=self._settings.connections)
 
     async def list(self, prefix: bytes) -> AsyncIterator[KeyInfo]:
         """List everything under the prefix of the URL, page by page.
@@ -147,15 +160,15 @@ class S3Connector:
                 break
 
 
-def _pieces(request: ReadRequest, into: memoryview) -> Sequence[Piece]:
-    starts = range(0, max(1, request.nbytes), PIECE_BYTES)
+def _pieces(request: ReadRequest, into: memoryview, piece_bytes: int) -> Sequence[Piece]:
+    starts = range(0, max(1, request.nbytes), piece_bytes)
     return [
-        Piece(request.key, request.offset + start, into[start : start + PIECE_BYTES])
+        Piece(request.key, request.offset + start, into[start : start + piece_bytes])
         for start in starts
     ]
 
 
-def _is_mixed(answers: Sequence[Placed | ConnectorError | None]) -> bool:
+def _is_mixed(answers: Sequence[Answer]) -> bool:
     """Tell whether the pieces come from more than one version, or from one that has gone."""
     if any(isinstance(answer, ConnectorError) for answer in answers):
         return False
@@ -164,11 +177,12 @@ def _is_mixed(answers: Sequence[Placed | ConnectorError | None]) -> bool:
     return len(versions - {""}) > 1
 
 
-def _outcome(
-    pieces: Sequence[Piece], answers: Sequence[Placed | ConnectorError | None]
-) -> ReadOutcome:
+def _outcome(pieces: Sequence[Piece], answers: Sequence[Answer]) -> ReadOutcome:
     if _is_mixed(answers):
         return None
+    come = [answer for answer in answers if isinstance(answer, Placed) and answer.nbytes]
+    if len(come) > 1 and not all(answer.etag for answer in come):
+        return ConnectorDataError("the store names no version (ETag) that pieces could be told by")
     total = 0
     for piece, answer in zip(pieces, answers, strict=True):
         if answer is None or isinstance(answer, ConnectorError):
