@@ -113,7 +113,7 @@ class Line:
                 await self._link.send(message, payload)
                 return await asked.answer
         except OSError as error:
-            fault = self._fault or translated(error)
+            fault = self.fault if not self.usable else translated(error)
             late = isinstance(error, TimeoutError)
             if not late or self._link.received_bytes == before_bytes:
                 self._lose(fault)  # What has said nothing for so long may be gone for good.
@@ -200,10 +200,9 @@ class Line:
             return
         self._fault = fault
         self._link.abort()
-        waiting = [asked.answer for asked in self._asked.values()]
-        for each in [self._welcomed, *waiting]:
-            if not each.done():
-                each.set_exception(fault)
-        # Nobody may have waited for it.
-        if self._welcomed.done() and not self._welcomed.cancelled():
-            self._welcomed.exception()
+        for asked in self._asked.values():
+            if not asked.answer.done():
+                asked.answer.set_exception(fault)
+        if not self._welcomed.done():
+            self._welcomed.set_exception(fault)
+            self._welcomed.exception()  # Nobody may wait for it any more.

@@ -38,13 +38,17 @@ def parse_url(url: str) -> Settings:
     options = url_options(url, _TLS if parts.scheme == "kvtiers" else _PLAIN)
     if parts.username is not None or parts.password is not None:
         raise ConfigError("a token is in a file, which token_file names, not in the URL")
-    where = _unix(parts.netloc, parts.path) if parts.scheme == "kvtier+unix" else {}
-    if not where:
-        where = _tcp(parts.scheme, parts.netloc, parts.path)
+    host, port, path = "", 0, ""
+    if parts.scheme == "kvtier+unix":
+        path = _unix(parts.netloc, parts.path)
+    else:
+        host, port = _tcp(parts.scheme, parts.netloc, parts.path)
     count = _number("connections", options.get("connections", "4"), 1, CONNECTIONS_MAX)
     connect_s = options.get("connect_timeout_s", "2")
     return Settings(
-        **where,  # type: ignore[arg-type]
+        host=host,
+        port=port,
+        path=path,
         token=_token(options.get("token_file"), options.get("token_name")),
         tls=_context(options) if parts.scheme == "kvtiers" else None,
         connections=int(count),
@@ -53,19 +57,19 @@ def parse_url(url: str) -> Settings:
     )
 
 
-def _unix(netloc: str, path: str) -> dict[str, str]:
+def _unix(netloc: str, path: str) -> str:
     if netloc or not path:
         raise ConfigError("a kvtier+unix:// URL has three slashes: kvtier+unix:///run/kvtier.sock")
-    return {"path": unquote(path)}
+    return unquote(path)
 
 
-def _tcp(scheme: str, netloc: str, path: str) -> dict[str, str | int]:
+def _tcp(scheme: str, netloc: str, path: str) -> tuple[str, int]:
     host, separator, port = netloc.rpartition(":")
     if not separator or port.endswith("]"):
         host, port = netloc, str(PORT_DEFAULT)
     if not host or path.strip("/"):
         raise ConfigError(f"a {scheme}:// URL is {scheme}://host:port")
-    return {"host": host.strip("[]"), "port": int(_number("the port", port, 1, 65_535))}
+    return host.strip("[]"), int(_number("the port", port, 1, 65_535))
 
 
 def _token(path: str | None, name: str | None) -> bytes:

@@ -1,0 +1,258 @@
+"""One end of a connection on the cache server's wire, for asyncio. Both ends are made of it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Collection
+from typing import Final, Protocol, cast
+
+from kvtier.constants import WIRE_BYTES_PER_S_MIN, WIRE_PIECE_BYTES, WIRE_STALL_S_MAX
+from kvtier.wire import Frame, Kind, Message, Parser, WireError, encode
+
+_SMALL_BYTES: Final = 64 * 1024
+#: A peer that is gone without a word is noticed after about a minute.
+_TCP_OPTIONS: Final = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+)
+
+
+class Owner(Protocol):
+    """Who is told what arrives. Called in the loop's thread; nothing of it may raise."""
+
+    def opened(self) -> None:
+        """Take note that the connection is there."""
+        ...
+
+    def arrived(self, frame: Frame) -> None:
+        """Take a frame; one with a payload is answered by ``place``, now or later."""
+        ...
+
+    def payload_arrived(self) -> None:
+        """Take note that the payload of the last frame is whole."""
+        ...
+
+    def broken(self, error: WireError) -> None:
+        """Take note that what came is no frame; nothing more will be read."""
+        ...
+
+    def closed(self, error: Exception | None) -> None:
+        """Take note that the connection is gone."""
+        ...
+
+
+class Link(asyncio.BufferedProtocol):
+    """Frames in, frames out, payloads from and into the owner's memory.
+
+    Reads nothing between a frame with a payload and its ``place``, nor after a ``pause``. All
+    methods belong to the loop's thread.
+    """
+
+    def __init__(self, accepts: Collection[Kind], owner: Owner) -> None:
+        self._owner = owner
+        self._parser = Parser(accepts)
+        self._transport: asyncio.Transport | None = None
+        self._sending = asyncio.Lock()
+        self._flushed = asyncio.Event()
+        self._flushed.set()
+        self._pauses = 0
+        self._payload = False
+        self._unplaced = False
+        self._stopped = False
+        self._taking = False
+        self._frame_since_s: float | None = None
+        self._frame_s = WIRE_STALL_S_MAX
+        self.received_s = time.monotonic()
+        self.received_bytes = 0
+        self.sent_bytes = 0
+
+    @property
+    def transport(self) -> asyncio.Transport:
+        """The connection, once it is there."""
+        assert self._transport is not None, "not connected yet"
+        return self._transport
+
+    @property
+    def gone(self) -> bool:
+        """True when nothing can be sent."""
+        return self._transport is None or self._transport.is_closing()
+
+    def stalled(self, now_s: float) -> bool:
+        """Tell whether a frame has been coming for longer than an honest peer needs."""
+        waits_for_peer = self._frame_since_s is not None and not self._pauses
+        return waits_for_peer and now_s - (self._frame_since_s or 0.0) > self._frame_s
+
+    def place(self, target: memoryview | None) -> None:
+        """Say where the payload of the last frame belongs, and read on; None: nowhere."""
+        self._parser.place(target)
+        self._payload = True
+        self._frame_s = WIRE_STALL_S_MAX + self._parser.payload_left / WIRE_BYTES_PER_S_MIN
+        self._unplaced = False
+        if not self._taking:
+            self.resume()
+
+    def discard(self) -> None:
+        """Write no more to the target of the payload that is coming."""
+        self._parser.discard()
+
+    def pause(self) -> None:
+        """Read nothing until there was a ``resume`` for each ``pause``."""
+        self._pauses += 1
+        if self._pauses == 1 and not self.gone:
+            self.transport.pause_reading()
+
+    def resume(self) -> None:
+        """Undo one ``pause``."""
+        self._pauses -= 1
+        if not self._pauses:
+            if self._frame_since_s is not None:
+                self._frame_since_s = time.monotonic()
+            if not self.gone:
+                self.transport.resume_reading()
+            self._take()
+
+    async def send(self, message: Message, payload: memoryview | None = None) -> None:
+        """Send a frame; returns when the payload's memory is not needed any more.
+
+        Raises ``ConnectionError`` where the connection is gone, ``TimeoutError`` where the peer
+        takes nothing; a frame that is not sent whole ends the connection.
+        """
+        nbytes = 0 if payload is None else len(payload)
+        head = encode(message, nbytes)
+        async with self._sending:
+            whole = False
+            try:
+                await self._write(head, urgent=not nbytes)
+                for start in range(0, nbytes, WIRE_PIECE_BYTES):
+                    assert payload is not None
+                    await self._write(payload[start : start + WIRE_PIECE_BYTES])
+                whole = True
+            finally:
+                if not whole:
+                    self.abort()
+        self.sent_bytes += nbytes
+
+    def send_now(self, message: Message) -> None:
+        """Send a frame without a payload, before the connection is closed or used by others."""
+        if not self.gone:
+            self.transport.write(encode(message))
+
+    def close(self) -> None:
+        """Close once everything that was sent is gone."""
+        self._stopped = True
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Close at once; the transport lets go of all memory."""
+        self._stopped = True
+        self._parser.discard()
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def _write(self, data: bytes | memoryview, *, urgent: bool = False) -> None:
+        if self.gone:
+            raise ConnectionError("the connection is closed")
+        self.transport.write(data)
+        if urgent and self.transport.get_write_buffer_size() < _SMALL_BYTES:
+            return
+        if not self._flushed.is_set():
+            async with asyncio.timeout(WIRE_STALL_S_MAX):
+                await self._flushed.wait()
+            if self.gone:
+                raise ConnectionError("the connection was closed")
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See ``asyncio.BaseProtocol``."""
+        # What another loop gives is no ``asyncio.Transport``, but does what that does.
+        self._transport = cast(asyncio.Transport, transport)
+        # Paused means that something is not with the kernel yet.
+        self._transport.set_write_buffer_limits(high=0)
+        connection = transport.get_extra_info("socket")
+        if connection.family in {socket.AF_INET, socket.AF_INET6}:
+            for level, option, value in _TCP_OPTIONS:
+                connection.setsockopt(level, option, value)
+        self._owner.opened()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See ``asyncio.BaseProtocol``."""
+        self._stopped = True
+        self._parser.discard()
+        self._flushed.set()
+        self._owner.closed(exc)
+
+    def pause_writing(self) -> None:
+        """See ``asyncio.BaseProtocol``."""
+        self._flushed.clear()
+
+    def resume_writing(self) -> None:
+        """See ``asyncio.BaseProtocol``."""
+        self._flushed.set()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """See ``asyncio.BufferedProtocol``."""
+        del sizehint
+        return self._parser.buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """See ``asyncio.BufferedProtocol``."""
+        self.received_s = time.monotonic()
+        self.received_bytes += nbytes
+        if self._frame_since_s is None:
+            self._frame_since_s, self._frame_s = self.received_s, WIRE_STALL_S_MAX
+        self._parser.received(nbytes)
+        self._take()
+
+    def eof_received(self) -> bool:
+        """See ``asyncio.BufferedProtocol``: half a connection is none."""
+        return False
+
+    def _take(self) -> None:
+        """Hand over what has arrived, as far as the owner takes it; never within itself."""
+        if self._taking:
+            return
+        self._taking = True
+        try:
+            while self._may_take() and self._take_one():
+                pass
+        finally:
+            self._taking = False
+
+    def _may_take(self) -> bool:
+        return not (self._pauses or self._unplaced or self._stopped)
+
+    def _take_one(self) -> bool:
+        """Hand over a frame or the end of a payload; False: more has to arrive."""
+        if self._payload:
+            if self._parser.payload_left:
+                return False
+            self._payload = False
+            self._frame_ended()
+            self._owner.payload_arrived()
+            return True
+        try:
+            frame = self._parser.next()
+        except WireError as error:
+            self._stopped = True
+            self._owner.broken(error)
+            return False
+        if frame is None:
+            if not self._parser.busy:
+                self._frame_since_s = None
+            return False
+        if not frame.payload_bytes:
+            self._frame_ended()
+        self._unplaced = bool(frame.payload_bytes)
+        self._owner.arrived(frame)
+        if self._unplaced:
+            self.pause()
+        return True
+
+    def _frame_ended(self) -> None:
+        self._frame_since_s = self.received_s if self._parser.busy else None
+        self._frame_s = WIRE_STALL_S_MAX

@@ -1,0 +1,97 @@
+"""Who may use the server: tokens from a file, peers of a Unix socket by their user."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import re
+import socket
+import struct
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from kvtier.constants import DAEMON_TOKENS_MAX, WIRE_TOKEN_BYTES_MAX
+from kvtier.errors import ConfigError
+
+#: Whose objects those are of whoever needs no token.
+DEFAULT: Final = "default"
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_FILE_BYTES_MAX: Final = DAEMON_TOKENS_MAX * (WIRE_TOKEN_BYTES_MAX + 128)
+_PEER: Final = struct.Struct("3i")  # pid, uid, gid: struct ucred of unix(7).
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Tokens by the name of their credential; never shown."""
+
+    by_name: dict[str, bytes] = field(repr=False)
+
+    def name_of(self, token: bytes) -> str | None:
+        """Return whose token it is; takes as long for any token of its length."""
+        found = None
+        for name, known in self.by_name.items():
+            if hmac.compare_digest(token, known):
+                found = name
+        return found
+
+
+def read_tokens(path: str) -> Tokens:
+    """Read lines ``name token``; a file of one token alone is that of ``default``.
+
+    Raises ``ConfigError`` that shows no token.
+    """
+    where = f"--token-file = {path!r}"
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(_FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(f"{where}: {error.strerror or error}") from error
+    lines = [line.split() for line in data.splitlines()]
+    lines = [line for line in lines if line and not line[0].startswith(b"#")]
+    if len(data) > _FILE_BYTES_MAX or len(lines) > DAEMON_TOKENS_MAX:
+        raise ConfigError(f"{where}: allowed are {DAEMON_TOKENS_MAX} tokens")
+    if len(lines) == 1 and len(lines[0]) == 1:
+        lines = [[DEFAULT.encode(), *lines[0]]]
+    by_name: dict[str, bytes] = {}
+    for number, line in enumerate(lines, 1):
+        name = line[0].decode("ascii", "replace")
+        well = len(line) == 2 and _NAME.fullmatch(name) and name not in by_name
+        if not well or len(line[1]) > WIRE_TOKEN_BYTES_MAX:
+            allowed = f"a name, used once, and a token of at most {WIRE_TOKEN_BYTES_MAX} bytes"
+            raise ConfigError(f"{where}: line {number} is not allowed; allowed is {allowed}")
+        by_name[name] = line[1]
+    if not by_name:
+        raise ConfigError(f"{where}: it holds no token")
+    return Tokens(by_name)
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """Return the user at the other end of a Unix socket, as the kernel tells it."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    uid: int = _PEER.unpack(data)[1]
+    return uid
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Decides who comes in. Pure but for the process's own user."""
+
+    tokens: Tokens | None
+    uids: Collection[int] = ()
+
+    def credential(self, token: bytes, uid: int | None) -> str | None:
+        """Return whose objects a client may use; None: nobody's.
+
+        ``uid`` is the user behind a Unix socket, None for TCP. A token counts wherever it comes
+        from; without one, the server's own user is ``default``, another one that is allowed has
+        objects of its own, and TCP is open only where there are no tokens.
+        """
+        if token:
+            return self.tokens.name_of(token) if self.tokens is not None else None
+        if uid is None:
+            return DEFAULT if self.tokens is None else None
+        if uid == os.geteuid():
+            return DEFAULT
+        return f"uid-{uid}" if uid in self.uids else None

@@ -1,0 +1,222 @@
+"""Objects of one credential in a cache: read from and written to its arena, without a copy.
+
+As a keyed cache keeps payloads under foreign keys, so does this, in the same form. The difference
+is who moves the bytes: here a socket reads from the slot and writes into it, so this is the worker
+of its own plans. An object is stored with one byte behind it, because a payload has at least one.
+
+::
+
+    read    looked up ──► load ──► all sections verified in their slot ──► Held ──► released
+    write   old one let go ──► slot reserved ──► Filling ──► committed or given up
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvtier.cache.cache import Cache
+from kvtier.cache.keyed_transfer import Payload
+from kvtier.cache.load import Load
+from kvtier.cache.match import Pending, Ready
+from kvtier.codecs.opaque import opaque_codec, opaque_layout
+from kvtier.interfaces import Clock
+from kvtier.keys import foreign_key
+from kvtier.types import Blocks, Miss, MissReason, Move, Namespace, Plan, Result
+from kvtier.wire import Status
+
+_SCHEME: Final = "kvtier objects 1"
+_BEHIND: Final = b"\x01"
+_BLOCKS: Final = Blocks(0, ((0,),), block_tokens=1)
+_PAUSE_S_MIN: Final = 0.0002
+_PAUSE_S_MAX: Final = 0.005
+
+#: What a miss is to a client.
+_STATUSES: Final[dict[MissReason, Status]] = {
+    MissReason.ABSENT: Status.ABSENT,
+    MissReason.CODEC: Status.ABSENT,
+    MissReason.CORRUPT: Status.ABSENT,
+    MissReason.DEADLINE: Status.LATE,
+    MissReason.NO_ROOM: Status.REFUSED,
+    MissReason.QUOTA: Status.REFUSED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why there is no object, or none can be kept."""
+
+    status: Status
+    text: str = ""
+
+
+class Held:
+    """A verified object in its slot, which stays as it is until ``release``."""
+
+    def __init__(self, cache: Cache, plan: Plan, data: memoryview) -> None:
+        self._cache = cache
+        self._plan: Plan | None = plan
+        self.data = data
+
+    def release(self) -> None:
+        """Let the slot go; ``data`` is not to be used any more. A second call does nothing."""
+        if self._plan is not None:
+            _answer(self._cache, self._plan)
+            self._plan = None
+            self.data = self.data[:0]
+
+
+class Filling:
+    """A slot for a new object. Fill ``data``, then ``commit``; or ``abort``, at any time before."""
+
+    def __init__(self, cache: Cache, plan: Plan, slot: memoryview) -> None:
+        self._cache = cache
+        self._plan: Plan | None = plan
+        self._slot = slot
+        self.data = slot[: -len(_BEHIND)]
+
+    def commit(self) -> None:
+        """Let readers have the object."""
+        self._slot[-len(_BEHIND) :] = _BEHIND
+        self._end(ok=True)
+
+    def abort(self) -> None:
+        """Give the slot back. Does nothing after ``commit``."""
+        self._end(ok=False)
+
+    def _end(self, *, ok: bool) -> None:
+        if self._plan is not None:
+            _answer(self._cache, self._plan, ok=ok)
+            self._plan = None
+            self._slot = self.data = self._slot[:0]
+
+
+class Objects:
+    """The objects of one namespace. Its methods belong to one event loop; none blocks it."""
+
+    def __init__(self, cache: Cache, namespace: Namespace, clock: Clock) -> None:
+        self._cache = cache
+        self._namespace = namespace
+        self._clock = clock
+
+    async def contains(self, keys: Sequence[bytes], *, deadline: float) -> list[bool]:
+        """Tell which keys have an object; what is not known by the deadline has none."""
+        return [bool(await self._codec_of(key, deadline)) for key in keys]
+
+    async def read(self, key: bytes, *, deadline: float) -> Held | Fault:
+        """Bring an object up and hold it. The caller releases what it gets."""
+        codec = await self._codec_of(key, deadline)
+        known = opaque_codec(codec) if codec else None
+        if codec is None or known is None:
+            return Fault(Status.ABSENT)
+        payload = self._payload(key, _size_of(codec))
+        match = await self._match(payload, deadline)
+        if match is None or not match.hits:
+            return Fault(Status.ABSENT)
+        self._cache.note_admission(match, 0, 1)
+        load = self._cache.begin_load(match, _BLOCKS, deadline=deadline)
+        if load is None:
+            return Fault(Status.ABSENT)
+        try:
+            plan = await self._arrived(load)
+        except asyncio.CancelledError:
+            load.cancel()
+            raise
+        if isinstance(plan, Fault):
+            return plan
+        move = plan.moves[0]
+        start = move.slot.offset + move.payload_offset
+        nbytes = _size_of(move.codec) - len(_BEHIND)
+        return Held(self._cache, plan, self._cache.arena[start : start + nbytes])
+
+    async def reserve(self, key: bytes, nbytes: int, *, deadline: float) -> Filling | Fault:
+        """Make room for a new object; the old one is gone from now on."""
+        payload = self._payload(key, nbytes + len(_BEHIND))
+        pause_s = _PAUSE_S_MIN
+        while True:
+            if self._cache.remove([payload.key])[0]:
+                plan = self._cache.begin_store(payload, range(1), _BLOCKS)
+                if plan is not None:
+                    move = plan.moves[0]
+                    start = move.slot.offset + move.payload_offset
+                    slot = self._cache.arena[start : start + nbytes + len(_BEHIND)]
+                    return Filling(self._cache, plan, slot)
+                reason = payload.refused or MissReason.UNAVAILABLE
+                if reason is not MissReason.UNAVAILABLE:
+                    return Fault(Status.REFUSED, f"no room for it: {reason.value}")
+            # Somebody else writes the same key, or the old object is on its way to disk.
+            if self._clock.now() >= deadline:
+                return Fault(Status.LATE, "the object of that key was busy for too long")
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSE_S_MAX)
+
+    async def delete(self, keys: Sequence[bytes], *, deadline: float) -> bool:
+        """Forget objects; False: by the deadline some could not go."""
+        left = [self._payload(key, None).key for key in keys]
+        pause_s = _PAUSE_S_MIN
+        while True:
+            gone = self._cache.remove(left)
+            left = [key for key, is_gone in zip(left, gone, strict=True) if not is_gone]
+            if not left or self._clock.now() >= deadline:
+                return not left
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSE_S_MAX)
+
+    def _payload(self, key: bytes, nbytes: int | None) -> Payload:
+        root = self._cache.root(self._namespace)
+        return Payload(self._namespace, root, foreign_key(root, _SCHEME, key), nbytes)
+
+    async def _codec_of(self, key: bytes, deadline: float) -> str | None:
+        """Return what says an object's size; None where there is no object."""
+        match = await self._match(self._payload(key, None), deadline)
+        return match.hits[0].codec if match is not None and match.hits else None
+
+    async def _match(self, payload: Payload, deadline: float) -> Ready | None:
+        """Look up an object; None: a tier that may hold it does not answer in time."""
+        pause_s = _PAUSE_S_MIN
+        while isinstance(match := self._cache.match(payload), Pending):
+            if self._clock.now() >= deadline:
+                return None
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSE_S_MAX)
+        return match
+
+    async def _arrived(self, load: Load) -> Plan | Fault:
+        """Wait for all sections; return the plan whose answer lets the slot go.
+
+        The others are answered as they come: only the last one has to hold the slot.
+        """
+        sections, pause_s = 0, _PAUSE_S_MIN
+        while True:
+            for plan in load.poll():
+                move = plan.moves[0]
+                sections += sum(each.section_count for each in plan.moves)
+                if sections == move.layout.sections:
+                    return plan
+                _answer(self._cache, plan)
+            if load.outcome is not None:
+                return _fault_of(load.outcome.misses)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSE_S_MAX)
+
+
+def namespace_of(credential: str) -> Namespace:
+    """Return the namespace of a credential's objects; it is a tenant of its own."""
+    return Namespace(_SCHEME, opaque_layout(1), tenant_salt=credential)
+
+
+def _size_of(codec: str) -> int:
+    return int(codec.rpartition("-")[2])
+
+
+def _fault_of(misses: tuple[Miss, ...]) -> Fault:
+    reason = misses[0].reason if misses else MissReason.ABSENT
+    return Fault(_STATUSES.get(reason, Status.UNAVAILABLE), reason.value)
+
+
+def _answer(cache: Cache, plan: Plan, *, ok: bool = True) -> None:
+    reason = None if ok else MissReason.CANCELLED
+    move: Move = plan.moves[0]
+    cache.finish([Result(plan.plan_id, move.worker, ok=ok, reason=reason)])

@@ -1,0 +1,151 @@
+"""The server as a process: opens its cache, listens, says so, and stops in order when told to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from importlib.metadata import version
+from typing import Final
+
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+
+from kvtier.cache.cache import Cache
+from kvtier.clock import SystemClock
+from kvtier.config import format_size
+from kvtier.errors import ConfigError
+from kvtier_server.control import create_app
+from kvtier_server.data_plane import DataPlane
+from kvtier_server.figures import Snapshot
+from kvtier_server.settings import Address, DaemonConfig
+
+Say = Callable[[str], None]
+
+_HTTP_STOP_S: Final = 2
+
+
+def run_daemon(config: DaemonConfig, say: Say) -> None:
+    """Serve until SIGINT or SIGTERM, then drain and close. Main thread only.
+
+    ``say`` takes lines for the operator. Raises ``KVTierError`` for what cannot be served.
+    """
+    tls = None if config.tls is None else config.tls.context()
+    cache = Cache(config.cache)
+    try:
+        uvloop.run(_serve(config, cache, tls, say))
+    finally:
+        cache.close()
+
+
+async def _serve(config: DaemonConfig, cache: Cache, tls: ssl.SSLContext | None, say: Say) -> None:
+    clock = SystemClock()
+    plane = DataPlane(
+        cache,
+        config.door,
+        clock,
+        connections_max=config.connections_max,
+        idle_s=config.idle_s,
+        open_to_all=bool(config.door.uids),
+    )
+    began_s = clock.now()
+
+    def snapshot() -> Snapshot:
+        return Snapshot(
+            cache=cache.stats(),
+            counters=plane.counters,
+            connections=plane.connections,
+            inflight_bytes=plane.budget.used_bytes,
+            stopped_connections=plane.budget.stopped_count,
+            uptime_s=clock.now() - began_s,
+            draining=plane.draining,
+        )
+
+    stopping = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    try:
+        urls = [await plane.listen(address, tls) for address in config.listen]
+        plane.start()
+        app = create_app(snapshot, config.shown(), config.door.tokens)
+        async with _control(app, config.http) as http:
+            say(banner(config, urls, http))
+            await stopping.wait()
+            say(f"kvtier daemon: stopping; what runs has {config.drain_s:g} s to end")
+            await plane.drain(config.drain_s)
+    finally:
+        await plane.drain(0)
+
+
+class _Control(uvicorn.Server):
+    """uvicorn's server in a loop whose signals are somebody else's."""
+
+    def __init__(self, app: FastAPI) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                timeout_graceful_shutdown=_HTTP_STOP_S,
+            )
+        )
+        self.listens = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen, then say so."""
+        await super().startup(sockets=sockets)
+        self.listens.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone."""
+        yield
+
+
+@contextlib.asynccontextmanager
+async def _control(app: FastAPI, address: Address | None) -> AsyncIterator[str]:
+    """Serve HTTP meanwhile; give its URL, empty without an address."""
+    if address is None:
+        yield ""
+        return
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind((address.host, address.port))
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise ConfigError(f"--http = '{address}': cannot listen: {why}") from error
+        server = _Control(app)
+        serving = asyncio.get_running_loop().create_task(server.serve(sockets=[bound]))
+        await server.listens.wait()
+        try:
+            yield f"http://{Address(address.host, bound.getsockname()[1])}"
+        finally:
+            server.should_exit = True
+            await serving
+
+
+def banner(config: DaemonConfig, urls: Sequence[str], http: str) -> str:
+    """Return what the program says when it begins to serve. Its last line names a URL."""
+    cache = config.cache
+    lines = [f"kvtier daemon {version('kvtier')}", f"  dram    {format_size(cache.dram_bytes)}"]
+    if cache.disk is not None:
+        size = format_size(cache.disk.capacity_bytes)
+        lines.append(f"  disk    {size} in {', '.join(cache.disk.paths)}")
+    # There may be a password in the rest of a URL.
+    lines += [f"  remote  {remote.url.partition('://')[0]}" for remote in cache.remotes]
+    if http:
+        lines.append(f"  http    {http}")
+    beyond = [str(address) for address in config.listen if not address.loopback]
+    if config.insecure and beyond:
+        lines.append(f"  note    anybody who reaches {', '.join(beyond)} is trusted (--insecure)")
+    return "\n".join([*lines, *(f"  serves  {url}" for url in urls)])

@@ -1,0 +1,255 @@
+"""One client's connection: who it is, what it asks, and that nothing of it stays when it goes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, Final, Protocol
+
+from kvtier.constants import (
+    DAEMON_CONNECTION_BYTES_MAX,
+    DAEMON_REQUEST_S_MAX,
+    DAEMON_REQUESTS_MAX,
+)
+from kvtier.interfaces import Clock
+from kvtier.wire import (
+    FROM_CLIENT,
+    WIRE_VERSION,
+    Contains,
+    Data,
+    Delete,
+    Done,
+    Found,
+    Frame,
+    Hello,
+    Message,
+    Read,
+    Refused,
+    Status,
+    Welcome,
+    WireError,
+    WireVersionError,
+    Write,
+)
+from kvtier.wire_link import Link
+from kvtier_server.budget import Budget
+from kvtier_server.counters import Counters
+from kvtier_server.credentials import peer_uid
+from kvtier_server.objects import Fault, Filling, Objects
+
+_log = logging.getLogger("kvtier.daemon")
+
+_GONE: Final = (ConnectionError, TimeoutError)
+
+
+class Plane(Protocol):
+    """What a session needs of the server that it belongs to."""
+
+    @property
+    def clock(self) -> Clock:
+        """The cache's clock."""
+        ...
+
+    @property
+    def budget(self) -> Budget:
+        """Bytes under way of all sessions."""
+        ...
+
+    @property
+    def counters(self) -> Counters:
+        """What the server has done."""
+        ...
+
+    def admit(self, token: bytes, uid: int | None) -> Objects | None:
+        """Return the objects that a client may use; None: it may not come in."""
+        ...
+
+    def left(self, session: Session) -> None:
+        """Take note that a session is over."""
+        ...
+
+
+class Session:
+    """The ``Owner`` of one connection. Everything happens in the loop's thread."""
+
+    def __init__(self, plane: Plane, refusal: str, *, unix: bool) -> None:
+        """``refusal`` is why this client is not served, empty if it is."""
+        self._plane = plane
+        self._unix = unix
+        self._refusal = refusal
+        self._objects: Objects | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._bytes = 0
+        self._full = False
+        self._writing: tuple[Write, Filling | Fault] | None = None
+        self.link = Link(FROM_CLIENT, self)
+
+    @property
+    def welcomed(self) -> bool:
+        """True once the client may ask."""
+        return self._objects is not None
+
+    @property
+    def idle(self) -> bool:
+        """True while nothing is under way."""
+        return not self._tasks and self._writing is None
+
+    def opened(self) -> None:
+        """See ``Owner``."""
+        if self._refusal:
+            self._refuse(Status.UNAVAILABLE, self._refusal)
+
+    def arrived(self, frame: Frame) -> None:
+        """See ``Owner``."""
+        message = frame.message
+        if isinstance(message, Hello) != (self._objects is None):
+            self._refuse(Status.REFUSED, "a client says hello, once, before all else")
+        elif isinstance(message, Hello):
+            self._welcome(message)
+        else:
+            self._serve(message, frame.payload_bytes)
+
+    def payload_arrived(self) -> None:
+        """See ``Owner``."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            self._begin(self._answer(*writing), 0)
+
+    def broken(self, error: WireError) -> None:
+        """See ``Owner``."""
+        self._plane.counters.malformed += 1
+        known = isinstance(error, WireVersionError)
+        self._refuse(Status.REFUSED if known else Status.CORRUPT, str(error))
+
+    def closed(self, error: Exception | None) -> None:
+        """See ``Owner``: give back all that is held for this client."""
+        del error
+        for task in self._tasks:
+            task.cancel()
+        if self._writing is not None and isinstance(self._writing[1], Filling):
+            self._writing[1].abort()
+        self._writing = None
+        self._plane.left(self)
+
+    def refuse(self, text: str) -> None:
+        """End the session from the server's side."""
+        self._refuse(Status.UNAVAILABLE, text)
+
+    def _refuse(self, status: Status, text: str) -> None:
+        self.link.send_now(Refused(status, text[:200]))
+        self.link.close()
+
+    def _welcome(self, hello: Hello) -> None:
+        if not hello.version_min <= WIRE_VERSION <= hello.version_max:
+            self._plane.counters.refused += 1
+            asked = f"{hello.version_min} .. {hello.version_max}"
+            self._refuse(
+                Status.REFUSED,
+                f"versions {asked} of the wire; spoken here is {WIRE_VERSION}",
+            )
+            return
+        self._objects = self._plane.admit(hello.token, self._peer())
+        if self._objects is None:
+            self._plane.counters.refused += 1
+            what = "the token is wrong" if hello.token else "a token is needed"
+            self._refuse(Status.REFUSED, f"not allowed: {what}")
+            return
+        self.link.send_now(Welcome(WIRE_VERSION))
+
+    def _peer(self) -> int | None:
+        return peer_uid(self.link.transport.get_extra_info("socket")) if self._unix else None
+
+    def _serve(self, message: Message, payload_bytes: int) -> None:
+        objects = self._objects
+        assert objects is not None, "served before it was welcomed"
+        if isinstance(message, Write):
+            self._begin(self._write(objects, message, payload_bytes), payload_bytes)
+        elif isinstance(message, Read):
+            self._begin(self._read(objects, message), message.nbytes)
+        elif isinstance(message, Contains):
+            self._begin(self._contains(objects, message), 0)
+        elif isinstance(message, Delete):
+            self._begin(self._delete(objects, message), 0)
+
+    async def _contains(self, objects: Objects, message: Contains) -> None:
+        self._plane.counters.lookups += len(message.keys)
+        found = await objects.contains(message.keys, deadline=self._deadline())
+        await self.link.send(Found(message.request, tuple(found)))
+
+    async def _delete(self, objects: Objects, message: Delete) -> None:
+        gone = await objects.delete(message.keys, deadline=self._deadline())
+        status, text = (Status.OK, "") if gone else (Status.LATE, "some are being written or read")
+        await self.link.send(Done(message.request, status, text))
+
+    async def _read(self, objects: Objects, message: Read) -> None:
+        held = await objects.read(message.key, deadline=self._deadline())
+        counters = self._plane.counters
+        if isinstance(held, Fault):
+            counters.absent += held.status is Status.ABSENT
+            await self.link.send(Data(message.request, held.status, held.text))
+            return
+        try:
+            data = held.data[message.offset : message.offset + message.nbytes]
+            await self.link.send(Data(message.request, Status.OK, ""), data)
+            counters.reads += 1
+            counters.read_bytes += len(data)
+            del data
+        finally:
+            held.release()
+
+    async def _write(self, objects: Objects, message: Write, nbytes: int) -> None:
+        """Make room, then let the payload come; without room it comes and goes nowhere."""
+        filling = await objects.reserve(message.key, nbytes, deadline=self._deadline())
+        if not nbytes:
+            await self._answer(message, filling)
+            return
+        self._writing = (message, filling)
+        self.link.place(filling.data if isinstance(filling, Filling) else None)
+
+    async def _answer(self, message: Write, outcome: Filling | Fault) -> None:
+        counters = self._plane.counters
+        if isinstance(outcome, Filling):
+            counters.writes += 1
+            counters.written_bytes += len(outcome.data)
+            outcome.commit()
+            await self.link.send(Done(message.request, Status.OK, ""))
+        else:
+            counters.unwritten += 1
+            await self.link.send(Done(message.request, outcome.status, outcome.text))
+
+    def _deadline(self) -> float:
+        return self._plane.clock.now() + DAEMON_REQUEST_S_MAX
+
+    def _begin(self, work: Coroutine[Any, Any, None], nbytes: int) -> None:
+        """Do some work beside the others; read no further while too much is under way."""
+        self._bytes += nbytes
+        self._plane.budget.take(self, nbytes)
+        task = asyncio.get_running_loop().create_task(self._work_boundary(work, nbytes))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        self._brake()
+
+    async def _work_boundary(self, work: Coroutine[Any, Any, None], nbytes: int) -> None:
+        try:
+            await work
+        except _GONE:
+            self.link.abort()
+        # A bug ends this connection, and no other one.
+        except Exception:
+            _log.exception("a request failed")
+            self.link.abort()
+        finally:
+            self._bytes -= nbytes
+            self._plane.budget.give(self, nbytes)
+            asyncio.get_running_loop().call_soon(self._brake)
+
+    def _brake(self) -> None:
+        """Stop reading above this connection's limits; go on below them."""
+        full = len(self._tasks) >= DAEMON_REQUESTS_MAX or self._bytes > DAEMON_CONNECTION_BYTES_MAX
+        if full and not self._full:
+            self._full = True
+            self.link.pause()
+        elif self._full and not full:
+            self._full = False
+            self.link.resume()

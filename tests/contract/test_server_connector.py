@@ -1,0 +1,59 @@
+"""The cache server's connector keeps the contract of connectors against a real server process.
+
+Each test comes with a token of its own, and so to a store that is empty.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from kvtier.interfaces import Connector
+from kvtier.registry import connect
+from kvtier.testing.connector_contract import ConnectorContract
+from tests.lib.daemon import Daemon, daemon
+
+CREDENTIALS = 200
+
+
+@dataclass
+class Room:
+    """A server and the tokens to it."""
+
+    running: Daemon
+    tokens: Path
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def connect(self, url: str) -> Connector:
+        return connect(f"{url}?token_file={self.tokens}&token_name=n{next(self.numbers)}")
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
+    folder = tmp_path_factory.mktemp("daemon")
+    tokens = folder / "tokens"
+    tokens.write_text("".join(f"n{number} secret-{number}\n" for number in range(CREDENTIALS)))
+    options = (f"--disk={folder}/disk", "--disk-bytes=256MiB", f"--token-file={tokens}")
+    with daemon(*options, listen=("127.0.0.1:0", f"unix:{folder}/socket")) as running:
+        yield Room(running, tokens)
+        assert running.stop() == 0
+
+
+class _AtAServer(ConnectorContract):
+    @pytest.fixture(autouse=True)
+    def _room(self, room: Room) -> None:
+        self.room = room
+
+
+class TestOverTcp(_AtAServer):
+    def make_connector(self) -> Connector:
+        return self.room.connect(self.room.running.urls[0])
+
+
+class TestOverAUnixSocket(_AtAServer):
+    def make_connector(self) -> Connector:
+        return self.room.connect(self.room.running.urls[1])
