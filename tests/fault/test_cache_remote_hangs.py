@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.constants import BREAKER_FAILURES_MAX, LATE_JOBS_MAX
+from kvtier.constants import BREAKER_FAILURES_MAX, CLOSE_S_MIN, LATE_JOBS_MAX
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import EngineDouble, wait_until
 from kvtier.types import MissReason, Tier
@@ -124,7 +124,7 @@ def test_close_while_something_is_out(lab: RemoteLab, operation: str) -> None:
     lab.remote.wait_for_calls(operation, 1)
     lab.engines.remove(engine)
     engine.close()
-    engine.cache.close(timeout_s=0.2)
+    engine.cache.close(timeout_s=CLOSE_S_MIN / 2)
     lab.remote.release()
 
 

@@ -200,6 +200,26 @@ def test_remotes_are_asked_in_their_order(lab: RemoteLab) -> None:
     assert len(lab.remote.objects()) == 5, "the first one has it again"
 
 
+def test_what_a_disk_has_lost_comes_from_the_remote(lab: RemoteLab) -> None:
+    """Within one load: what one place fails to give is tried from the next."""
+    engine = lab.open(dram_chunks=6, disk_chunks=32)
+    engine.store(engine.sequence(FIVE))
+    uploaded(engine)
+    for start in range(1000, 1800, 100):
+        engine.store(engine.sequence(tokens_of(1, start=start)))
+        uploaded(engine)
+    match = engine.match(engine.sequence(FIVE))
+    assert tiers_of(match) == [Tier.DISK] * 5
+    (path,) = (lab.folder / "disk" / "shards").rglob(f"{match.hits[2].key.hex()}*")
+    data = bytearray(path.read_bytes())
+    data[4096] ^= 1
+    path.write_bytes(data)
+    outcome = engine.load(match).outcome
+    assert outcome.tokens_by_tier == {Tier.DISK: 4 * CHUNK, Tier.REMOTE: CHUNK}
+    assert outcome.misses == ()
+    assert tier_stats(engine.cache, Tier.DISK).counters.corrupt_shards == 1
+
+
 def test_an_old_epoch_is_out_of_reach(lab: RemoteLab) -> None:
     """Also when it comes up under way."""
     engine = lab.filled(FIVE)
