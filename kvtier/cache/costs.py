@@ -278,5 +278,7 @@ class Costs:
         head_start = None
         recompute_s = self._recompute(start, end)
         if slow[0].reason is Reason.RETRY and recompute_s is not None:
-            head_start = head_start_s(recompute_s, sum(each.segment.sections for each in slow))
+            line = self.link(slow[0].segment.tier).line
+            sections = sum(each.segment.sections for each in slow)
+            head_start = head_start_s(recompute_s, sections, line.intercept if line else 0.0)
         return Terms(start, head_start)

@@ -22,6 +22,7 @@ _SILENCE_S_MIN = 0.02
 #: A window that never falls silent is closed after so many transfers. What is about to come of
 #: those beside the last one is not counted then, which is little of so many.
 _WINDOW_TRANSFERS = 16
+_MANY_TRANSFERS = 8
 
 
 class Link:
@@ -72,7 +73,9 @@ class Link:
             seconds = now - self._window_start
             if not self._window_from_idle and self.line is not None:
                 seconds += self.line.intercept
-            self._points.observe(self._window_bytes, seconds)
+            # Many transfers are no outlier: two such points make what was before them void.
+            for _ in range(2 if self._window_bytes >= _MANY_TRANSFERS * nbytes else 1):
+                self._points.observe(self._window_bytes, seconds)
             self._open_window(now, from_idle=False)
 
     def seconds(self, nbytes: int) -> float | None:

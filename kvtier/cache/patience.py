@@ -28,11 +28,15 @@ HEAD_START_MAX = 0.08
 HEAD_START_MIN = 0.02
 
 
-def head_start_s(recompute_s: float, sections: int) -> float:
-    """Return how long a load from a slow link is waited for before anything of it has come."""
+def head_start_s(recompute_s: float, sections: int, latency_s: float = 0.0) -> float:
+    """Return how long a load from a slow link is waited for before anything of it has come.
+
+    ``latency_s`` is what the link is known to take before its first byte.
+    """
     # A load as long as recompute / 2.1 with even sections, and a fifth for uneven ones.
     share = 1.2 / (2.1 * max(sections, 1))
-    return recompute_s * min(max(share, HEAD_START_MIN), HEAD_START_MAX)
+    first_s = recompute_s * max(share, HEAD_START_MIN) + latency_s
+    return min(first_s, recompute_s * HEAD_START_MAX)
 
 
 class Progress(NamedTuple):

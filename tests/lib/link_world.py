@@ -28,7 +28,7 @@ LANES = 4
 STEP_TOKENS = 512
 NEVER = 1e18
 #: How often the engine looks at a load.
-POLL_S = 0.005
+POLL_S = 0.002
 
 
 @dataclass(eq=False)
@@ -63,6 +63,8 @@ class World:
         self.costs = Costs(threading.Lock(), self.clock, shapes, {Tier.DISK: "/disk"})
         self.chunk_bytes = shapes.of(LAYOUT, 0, "raw").chunk_bytes
         self.namespace = Namespace("weights", LAYOUT)
+        #: How often the link has fallen idle: each time is a measurement.
+        self.busy_times = 0
         self._reads: list[_Read] = []
         self._plain: dict[int, tuple[float, float, float]] = {}
 
@@ -178,6 +180,7 @@ class World:
             if read.sections == SECTIONS:
                 self._reads.remove(read)
                 link.ended(self.clock.now(), self.chunk_bytes)
+                self.busy_times += link.idle
 
     def _noise(self) -> float:
         return 1 + self.random.uniform(-self.noise, self.noise)
