@@ -1,0 +1,170 @@
+"""SeaweedFS behind a proxy that lets one request after the other go wrong, or all from one on."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from kvtier.constants import KIB, MIB
+from kvtier.errors import ConnectorError, ConnectorTimeoutError, ConnectorUnavailableError
+from kvtier.testing.connector_contract import payload_of
+from kvtier.types import ReadRequest, WriteItem
+from kvtier_connectors.s3 import S3Connector
+from kvtier_connectors.s3.settings import parse_url
+from tests.lib.fault_proxy import FaultProxy, Plan, Trouble, fault_proxy
+from tests.lib.s3_servers import seaweed, url_of, use_credentials
+
+#: S3 takes no smaller parts, so one large object of two of them is enough.
+PART_BYTES = 5 * MIB
+SIZES = {b"small": 100, b"pieces": 200 * KIB, b"parts": PART_BYTES + 1000}
+OBJECTS = {key: payload_of(key, nbytes) for key, nbytes in SIZES.items()}
+RANGE = ReadRequest(b"parts", 10, 3 * 64 * KIB)
+#: Scripts under way at the same time.
+TOGETHER = 6
+#: Of so many requests one meets each trouble in a run of normal size; a soak sweeps all of them.
+STRIDE = 4
+#: What a script may take in all, whatever goes wrong: tries, their time-outs and pauses.
+SCRIPT_S_MAX = 120.0
+#: Silence is told from a busy machine by this; one hanging request costs a script as long.
+TIMEOUT_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with seaweed(tmp_path_factory.mktemp("seaweed")) as made:
+        yield made.endpoint
+
+
+@pytest.fixture(autouse=True)
+def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_credentials(monkeypatch)
+
+
+def opened(endpoint: str, timeout_s: float = TIMEOUT_S, tries: int = 3) -> S3Connector:
+    """Return a connector to a new place, with pieces small enough that there are many."""
+    options = f"&timeout_s={timeout_s}&connections=4&tries={tries}"
+    settings = parse_url(url_of(endpoint, uuid.uuid4().hex, options))
+    sizes = {"piece_bytes": 64 * KIB, "part_bytes": PART_BYTES, "multipart_bytes": PART_BYTES}
+    return S3Connector(replace(settings, **sizes))
+
+
+class Script:
+    """Uses every method once; keeps what came of it."""
+
+    def __init__(self) -> None:
+        self.written: list[ConnectorError | None] = []
+        self.there: list[bool] = []
+        self.read: list[object] = []
+        self.listed: dict[bytes, int] | ConnectorError = {}
+        self.left: list[bool] = []
+
+    async def run(self, connector: S3Connector) -> None:
+        items = [WriteItem(key, memoryview(data)) for key, data in OBJECTS.items()]
+        self.written = await connector.write(items)
+        self.there = await connector.contains([*OBJECTS, b"absent"])
+        requests = [ReadRequest(key, 0, SIZES[key]) for key in (b"small", b"pieces")]
+        requests += [RANGE, ReadRequest(b"absent", 0, 10)]
+        buffers = [bytearray(b"\xee" * request.nbytes) for request in requests]
+        outcomes = await connector.read(requests, [memoryview(buffer) for buffer in buffers])
+        for request, buffer, outcome in zip(requests, buffers, outcomes, strict=True):
+            self.read.append(outcome)
+            if isinstance(outcome, int):
+                data = OBJECTS[request.key][request.offset : request.offset + outcome]
+                assert bytes(buffer[:outcome]) == data, "wrong bytes"
+        try:
+            self.listed = {info.key: info.nbytes async for info in connector.list(b"")}
+        except ConnectorError as error:
+            self.listed = error
+        await connector.delete([b"small", b"absent"])
+        self.left = await connector.contains([*OBJECTS])
+
+    def assert_well(self) -> None:
+        """Nothing went wrong, as far as anybody can tell."""
+        assert self.written == [None] * len(OBJECTS)
+        assert self.there == [True, True, True, False]
+        assert self.read == [SIZES[b"small"], SIZES[b"pieces"], RANGE.nbytes, None]
+        assert self.listed == SIZES
+        assert self.left == [False, True, True]
+
+
+async def act(
+    endpoint: str, plan: Plan, timeout_s: float = TIMEOUT_S, tries: int = 3
+) -> tuple[Script, FaultProxy]:
+    script = Script()
+    async with fault_proxy(endpoint) as proxy, asyncio.timeout(SCRIPT_S_MAX):
+        proxy.plan = plan
+        connector = opened(proxy.endpoint, timeout_s, tries)
+        try:
+            await script.run(connector)
+        finally:
+            await connector.close()
+    return script, proxy
+
+
+async def in_turns(endpoint: str, plans: Sequence[Plan]) -> list[Script]:
+    """Run a script for each plan, a few at a time."""
+    room = asyncio.Semaphore(TOGETHER)
+
+    async def one(plan: Plan) -> Script:
+        async with room:
+            return (await act(endpoint, plan))[0]
+
+    return await asyncio.gather(*(one(plan) for plan in plans))
+
+
+def once(trouble: Trouble, at: int) -> Plan:
+    return lambda number: trouble if number == at else None
+
+
+def since(trouble: Trouble, at: int) -> Plan:
+    return lambda number: trouble if number >= at else None
+
+
+async def test_b77_whichever_request_goes_wrong_once_nobody_notices(
+    endpoint: str, scale: int
+) -> None:
+    script, proxy = await act(endpoint, lambda number: None)
+    script.assert_well()
+    assert proxy.requests > 20
+    stride = STRIDE if scale == 1 else 1
+    plans = [
+        once(trouble, number)
+        for offset, trouble in enumerate(Trouble)
+        for number in range(1 + offset % stride, proxy.requests + 1, stride)
+    ]
+    for script in await in_turns(endpoint, plans):
+        script.assert_well()
+
+
+@pytest.mark.parametrize("trouble", Trouble)
+async def test_what_goes_wrong_for_ever_gives_errors_and_never_wrong_bytes(
+    endpoint: str, trouble: Trouble
+) -> None:
+    timeout_s = 0.3 if trouble is Trouble.HANG else TIMEOUT_S
+    kinds = (ConnectorUnavailableError, ConnectorTimeoutError)
+    script, _ = await act(endpoint, since(trouble, 1), timeout_s, tries=2)
+    if trouble is not Trouble.CUT:
+        # Answers to HEAD and PUT have no body that could be cut.
+        assert all(isinstance(error, kinds) for error in script.written)
+        assert script.there == [False] * 4
+    assert not any(isinstance(outcome, int) for outcome in script.read)
+    assert isinstance(script.listed, ConnectorError)
+
+
+async def test_it_is_well_again_once_the_store_is(endpoint: str) -> None:
+    async with fault_proxy(endpoint) as proxy:
+        connector = opened(proxy.endpoint, tries=2)
+        for trouble in (Trouble.RESET, Trouble.SLOW_DOWN, Trouble.LOST):
+            proxy.plan = since(trouble, 1)
+            (written,) = await connector.write([WriteItem(b"small", memoryview(b"data"))])
+            assert isinstance(written, ConnectorUnavailableError)
+            proxy.plan = lambda number: None
+            script = Script()
+            await script.run(connector)
+            script.assert_well()
+            await connector.delete([*OBJECTS])
+        await connector.close()
