@@ -7,8 +7,8 @@
     prefix  [ complete | complete | complete | failed | whatever comes after does not count ]
 
 DRAM chunks are pinned when the load begins. Chunks of lower tiers are brought up a few at a time,
-so a load may be larger than the room in DRAM; those on disk are pinned there meanwhile. A piece gives
-its pins back when it is complete.
+so a load may be larger than the room in DRAM; those on disk are pinned there meanwhile. A piece
+gives its pins back when it is complete.
 """
 
 from __future__ import annotations
