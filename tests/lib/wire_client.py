@@ -1,0 +1,71 @@
+"""A client of the cache server that does exactly what a test says, right or wrong."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+from kvtier.wire import FROM_SERVER, Data, Frame, Hello, Message, Parser, Welcome, encode
+
+TIMEOUT_S = 20.0
+
+
+class WireClient:
+    """A blocking socket; ``hello`` first, if a test wants to be welcome."""
+
+    def __init__(self, url: str, *, receive_bytes: int | None = None) -> None:
+        """``receive_bytes`` bounds what the kernel takes in for us."""
+        parts = urlsplit(url)
+        unix = parts.scheme == "kvtier+unix"
+        self.socket = socket.socket(socket.AF_UNIX if unix else socket.AF_INET)
+        self.socket.settimeout(TIMEOUT_S)
+        if receive_bytes is not None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        self.socket.connect(parts.path if unix else (parts.hostname, parts.port))
+        self._parser = Parser(FROM_SERVER)
+
+    def hello(self, token: bytes = b"") -> WireClient:
+        """Be welcomed."""
+        self.send(Hello(1, 1, token))
+        frame = self.take()
+        assert frame is not None, "the server hung up"
+        assert isinstance(frame.message, Welcome), frame
+        return self
+
+    def send(self, message: Message, payload: bytes = b"", *, announced: int | None = None) -> None:
+        """Send a frame whose payload may be another one than it announces."""
+        nbytes = len(payload) if announced is None else announced
+        self.socket.sendall(encode(message, nbytes) + payload)
+
+    def take(self) -> Frame | None:
+        """Return the next frame; None once the server has hung up."""
+        while (frame := self._parser.next()) is None:
+            count = self._receive(self._parser.buffer())
+            if not count:
+                return None
+            self._parser.received(count)
+        return frame
+
+    def read_answer(self) -> tuple[Data, bytes]:
+        """Return the answer to a read, with its payload."""
+        frame = self.take()
+        assert frame is not None, "the server hung up"
+        assert isinstance(frame.message, Data), frame
+        target = memoryview(bytearray(frame.payload_bytes))
+        if frame.payload_bytes:
+            self._parser.place(target)
+            while self._parser.payload_left:
+                count = self._receive(self._parser.buffer())
+                assert count, "the server hung up in a payload"
+                self._parser.received(count)
+        return frame.message, bytes(target)
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def _receive(self, into: memoryview) -> int:
+        # A peer that closes with bytes of ours unread resets the connection.
+        with suppress(ConnectionError):
+            return self.socket.recv_into(into)
+        return 0
