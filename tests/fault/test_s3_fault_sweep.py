@@ -16,7 +16,7 @@ from kvtier.types import ReadRequest, WriteItem
 from kvtier_connectors.s3 import S3Connector
 from kvtier_connectors.s3.settings import parse_url
 from tests.lib.fault_proxy import FaultProxy, Plan, Trouble, fault_proxy
-from tests.lib.s3_servers import seaweed, url_of, use_credentials
+from tests.lib.s3_servers import BUCKET, client, seaweed, url_of, use_credentials
 
 #: S3 takes no smaller parts, so one large object of two of them is enough.
 PART_BYTES = 5 * MIB
@@ -168,3 +168,34 @@ async def test_it_is_well_again_once_the_store_is(endpoint: str) -> None:
             script.assert_well()
             await connector.delete([*OBJECTS])
         await connector.close()
+
+
+async def test_an_upload_that_is_given_up_leaves_nothing_behind(endpoint: str) -> None:
+    begun, aborted = asyncio.Event(), asyncio.Event()
+
+    def plan(number: int) -> Trouble | None:
+        """Begin the upload; hang at its first part; what comes then is the end of it."""
+        if number == 2:
+            begun.set()
+            return Trouble.HANG
+        if number > 2:
+            aborted.set()
+        return None
+
+    data = memoryview(OBJECTS[b"parts"])
+    async with fault_proxy(endpoint) as proxy, asyncio.timeout(SCRIPT_S_MAX):
+        proxy.plan = plan
+        settings = parse_url(url_of(proxy.endpoint, "given-up", "&timeout_s=1&connections=1"))
+        sizes = {"part_bytes": PART_BYTES, "multipart_bytes": PART_BYTES}
+        connector = S3Connector(replace(settings, **sizes))
+        write = asyncio.ensure_future(connector.write([WriteItem(b"parts", data)]))
+        await begun.wait()
+        write.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await write
+        await aborted.wait()
+    await connector.close()
+    user = client(endpoint)
+    assert "Uploads" not in user.list_multipart_uploads(Bucket=BUCKET, Prefix="given-up")
+    assert "Contents" not in user.list_objects_v2(Bucket=BUCKET, Prefix="given-up")
+    user.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 import kvtier.registry
-from kvtier.constants import MIB
+from kvtier.constants import KIB, MIB
 from kvtier.errors import ConnectorRefusedError, ConnectorUnavailableError
 from kvtier.interfaces import Connector, Listable
 from kvtier.testing.connector_contract import (
@@ -131,6 +133,37 @@ async def test_of_two_that_upload_at_the_same_time_the_first_to_end_stays(
     assert bytes(into) == b"data0"
     assert "Uploads" not in user.list_multipart_uploads(Bucket=BUCKET)
     bucket.close()
+
+
+async def test_an_object_swapped_while_it_is_read_in_pieces_is_never_a_mix(
+    endpoint: str, user: Any, opened: Opened
+) -> None:
+    prefix, nbytes = uuid.uuid4().hex, 300 * KIB + 1
+    settings = replace(parse_url(url_of(endpoint, prefix)), piece_bytes=32 * KIB)
+    connector = opened(S3Connector(settings))
+    versions = [payload_of(b"key", nbytes - 1000 * (n % 2), version=n) for n in range(4)]
+    await put(connector, {b"key": versions[0]})
+    (found,) = user.list_objects_v2(Bucket=BUCKET, Prefix=prefix)["Contents"]
+    done = threading.Event()
+
+    def swap() -> int:
+        swaps = 0
+        while not done.is_set():
+            swaps += 1
+            body = versions[swaps % len(versions)]
+            user.put_object(Bucket=BUCKET, Key=found["Key"], Body=body)
+        return swaps
+
+    swapping = asyncio.get_running_loop().run_in_executor(None, swap)
+    try:
+        read = [await get(connector, [ReadRequest(b"key", 0, nbytes)]) for _ in range(30)]
+    finally:
+        done.set()
+        swaps = await swapping
+    assert swaps > 3
+    for ((outcome, placed),) in read:
+        if isinstance(outcome, int):
+            assert any(placed == data[:outcome] for data in versions)
 
 
 async def test_list_by_prefix_passes_over_what_is_not_ours(
