@@ -82,6 +82,8 @@ class DiskConfig:
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` for a field that cannot be."""
         _require(bool(self.path), "disk.path", self.path, "a directory")
+        several = not isinstance(self.more_paths, str)
+        _require(several, "disk.more_paths", self.more_paths, "a tuple of paths, not one text")
         for name in ("capacity_bytes", "write_bytes_per_day"):
             _whole(f"disk.{name}", getattr(self, name))
         _require(

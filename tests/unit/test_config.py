@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -251,6 +251,12 @@ def test_a_directory_inside_another_is_refused(first: str, second: str) -> None:
 def test_a_path_that_no_system_takes_is_refused(paths: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=r"disk\.path"):
         DiskConfig(paths[0], more_paths=paths[1:])
+
+
+def test_one_text_is_not_several_directories() -> None:
+    """Each of its letters would become a directory."""
+    with pytest.raises(ConfigError, match=r"disk\.more_paths = 'kv2': .*a tuple of paths"):
+        DiskConfig("/kv", more_paths=cast("Any", "kv2"))
 
 
 @pytest.mark.parametrize("size", [1e9, 1.5, True, "1GiB", None, -1])
