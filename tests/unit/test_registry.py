@@ -96,9 +96,9 @@ def test_a_name_claimed_twice_is_refused(connectors: Registry) -> None:
     [
         ("torch", 'pip install "kvtier[torch]"'),
         ("torch.cuda", 'pip install "kvtier[torch]"'),
-        ("fastapi", 'pip install "kvtier[engine]"'),
-        ("prometheus_client", 'pip install "kvtier[engine]"'),
-        ("uvicorn", 'pip install "kvtier[engine]"'),
+        ("fastapi", 'pip install "kvtier[server]"'),
+        ("prometheus_client", 'pip install "kvtier[server]"'),
+        ("uvicorn", 'pip install "kvtier[server]"'),
     ],
 )
 def test_kvtiers_own_extras(module: str, command: str) -> None:
