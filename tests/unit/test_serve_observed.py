@@ -23,13 +23,14 @@ from kvtier.obs.counters import NO_TENANT, tenant_name
 from kvtier.obs.event_publisher import EventPublisher
 from kvtier.obs.spans import Attribute
 from kvtier.testing.clock import FakeClock
+from kvtier.testing.engine_double import STUCK_S
 from kvtier_engine.serve import Server
 from tests.lib.tiny_llama import tiny_config, tiny_tensors, write_folder
 from tests.lib.tiny_server import made
 
 #: Two chunks of eight tokens and one token to compute.
 SEVENTEEN = list(range(10, 180, 10))
-TRIES_MAX = 5000
+UNDER_WAY = ("loads_inflight", "stores_inflight", "writes_queued")
 NAME = re.compile(r"kvtier_[a-z0-9_]+")
 LABEL = re.compile(r"[a-z_]+")
 
@@ -67,13 +68,12 @@ async def figures(client: httpx.AsyncClient) -> dict[str, Any]:
 
 async def at_rest(client: httpx.AsyncClient) -> dict[str, Any]:
     """Wait until nothing is under way, and return the figures then."""
-    for _ in range(TRIES_MAX):
-        report = await figures(client)
-        cache = report["cache"]
-        if not any(cache[name] for name in ("loads_inflight", "stores_inflight", "writes_queued")):
-            return report
-        await asyncio.sleep(0)
-    raise AssertionError(f"it never comes to rest: {report}")
+    async with asyncio.timeout(STUCK_S):
+        while True:
+            report = await figures(client)
+            if not any(report["cache"][name] for name in UNDER_WAY):
+                return report
+            await asyncio.sleep(0)
 
 
 def tier(report: Mapping[str, Any], name: str) -> dict[str, Any]:
