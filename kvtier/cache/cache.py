@@ -283,9 +283,12 @@ class Cache:
     def remove(self, keys: Iterable[ChunkKey]) -> list[bool]:
         """Let chunks go, whatever is left of them; loads under way keep what they have pinned.
 
-        False: one that is being stored, read or written, which stays as it is; ask again.
+        False: one that is being stored, read or written, which stays as it is; ask again. After
+        ``close`` all stay.
         """
         with self._lock:
+            if self._closed:
+                return [False for _ in keys]
             dram, rooms = self._medium.dram, self._rooms
             tiers = (dram, rooms.disk_tier, rooms.writeout, rooms.remote)
             return [remove(key, *tiers) for key in keys]
