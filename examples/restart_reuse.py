@@ -9,6 +9,9 @@ many prompts and stop; then new ones on their disks answer all prompts in turn. 
 disk holds, also against KV of 16 bits, how many answers and tokens are those of ``raw``, and the
 times to first token; fails unless all servers find as much on their disks.
 
+A server computes what that is quicker for than loading. Where it is, on a fast GPU with so small a
+model, ``--gpu-time-worth 100`` has it load all the same; with ``--codec`` it always does.
+
 The disk tiers lie in a temporary folder; ``TMPDIR`` chooses the disk where that is memory.
 
     .venv/bin/python examples/restart_reuse.py
@@ -33,6 +36,8 @@ from served import Answer, ask, get, make_prompt, serving
 
 SEED = 1
 RAW = "raw"
+#: What a second of computing is worth in seconds of waiting, so that all that lies there is loaded.
+LOAD_ALWAYS = 100.0
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,10 @@ class Restart:
 
 def server_options(options: argparse.Namespace, codec: str = RAW) -> list[str]:
     """What servers are told beyond their port and disk."""
+    worth = LOAD_ALWAYS if options.codec else options.gpu_time_worth
     told = ["--dram", options.dram, "--disk-bytes", options.disk_bytes, "--codec", codec]
-    return told + ["--dtype", options.dtype] + (["--model", options.model] if options.model else [])
+    told += ["--dtype", options.dtype, "--gpu-time-worth", str(worth)]
+    return told + (["--model", options.model] if options.model else [])
 
 
 def repeat(options: argparse.Namespace, seed: int) -> Repetition:
@@ -228,6 +235,7 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=24, help="tokens to generate (24)")
     parser.add_argument("--dram", default="1GiB", help="size of the DRAM tier (1GiB)")
     parser.add_argument("--disk-bytes", default="8GiB", help="size of the disk tier (8GiB)")
+    parser.add_argument("--gpu-time-worth", type=float, default=1.0, help="of the servers (1)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     options = parser.parse_args()
     if options.codec:

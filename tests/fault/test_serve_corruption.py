@@ -13,7 +13,7 @@ from tests.lib.assembly import Assembled, assembled
 from tests.lib.disk_folder import quarantined_files, shard_files
 from tests.lib.prompts import tale
 from tests.lib.reference import Tally
-from tests.lib.server import idle, series
+from tests.lib.server import LOAD_ALWAYS, idle, series
 from tests.lib.soak_report import report
 
 CHUNK = 32
@@ -76,6 +76,7 @@ async def test_b78_a_bad_file_is_a_miss_counted_and_quarantined(
 ) -> None:
     disk = tmp_path / "kv"
     options = [f"--chunk-tokens={CHUNK}", "--kv-bytes=24MiB", "--dram=64MiB", f"--disk={disk}"]
+    options.append(LOAD_ALWAYS)
     prompt = tale(rng, CHUNK * CHUNKS + 8)
     tally = Tally()
     rounds: Counter[str] = Counter()

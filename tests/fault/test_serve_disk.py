@@ -18,7 +18,7 @@ from tests.lib.disk_folder import shard_files
 from tests.lib.mounts import Disk, removable_disk
 from tests.lib.prompts import tale
 from tests.lib.reference import Tally
-from tests.lib.server import Answer, Served, idle, series, serving
+from tests.lib.server import LOAD_ALWAYS, Answer, Served, idle, series, serving
 
 CHUNK = 16
 PROMPT_TOKENS = CHUNK * 4 + 8
@@ -83,7 +83,7 @@ def started_without_a_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator
     place.write_text("a file where the disk should be mounted")
     with removable_disk(place) as disk:
         options = [*SMALL, f"--disk={disk.folder}", f"--disk-bytes={ROOMY}"]
-        with serving(*options) as served:
+        with serving(*options, LOAD_ALWAYS) as served:
             bench = Bench(served, disk, random.Random(5))
             bench.at_start = bench.expect_degraded("missing")
             bench.plug_in()

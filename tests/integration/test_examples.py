@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.lib.server import LOAD_ALWAYS
 from tests.tidy.sources import ROOT
 
 TIMEOUT_S = 280
@@ -38,6 +39,7 @@ def test_restart_reuse_gives_the_same_text_from_disk(tmp_path: Path) -> None:
         "--prompt-tokens=400",
         "--max-tokens=8",
         "--dram=256MiB",
+        LOAD_ALWAYS,
         folder=tmp_path,
     )
     summary = json.loads(said)

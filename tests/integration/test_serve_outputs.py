@@ -12,7 +12,7 @@ import pytest
 
 from tests.lib.prompts import family, varied
 from tests.lib.reference import Tally
-from tests.lib.server import Answer, Served, idle, series, serving
+from tests.lib.server import LOAD_ALWAYS, Answer, Served, idle, series, serving
 
 NEW_TOKENS = 24
 CHUNK = 32
@@ -68,9 +68,8 @@ def test_cold_warm_and_after_a_restart(tmp_path: Path) -> None:
         assert cached(warm, "hbm") >= chunk_tokens(prompts)
         served.wait_until(idle)
         assert served.stop() == 0
-    with serving_chunks(disk, "--dram=256MiB") as served:
+    with serving_chunks(disk, "--dram=256MiB", LOAD_ALWAYS) as served:
         served.wait_for_disk("ok")
-        # Until it knows how fast it computes, a server waits seconds for a load: none is given up.
         longest = max(prompts, key=len)
         assert cached(ask_all(served, [longest]), "disk") == chunk_tokens([longest])
         ask_all(served, prompts)

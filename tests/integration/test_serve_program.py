@@ -16,7 +16,7 @@ import pytest
 
 from kvtier_engine.api.limits import DRAIN_DEADLINE_S
 from kvtier_engine.options import BY_NAME
-from tests.lib.server import PROGRAM, Served, refused, series, serving, starting
+from tests.lib.server import LOAD_ALWAYS, PROGRAM, Served, refused, series, serving, starting
 from tests.lib.tiny_llama import tiny_config, tiny_tensors, write_folder
 
 LONG = {"prompt": [1, 2, 3], "ignore_eos": True, "max_tokens": 30_000}
@@ -76,7 +76,7 @@ def test_the_proposed_command_works_and_a_restart_finds_the_kv_on_disk(
     folder: Path, tmp_path: Path
 ) -> None:
     # A shell may get a name with a quote in it; the command must still be one command.
-    arguments = options(folder, f"--disk={tmp_path}/kv", "--served-model-name=it's")
+    arguments = options(folder, f"--disk={tmp_path}/kv", "--served-model-name=it's", LOAD_ALWAYS)
     prompt = {"prompt": list(range(200)) * 2, "max_tokens": 1, "temperature": 0}
     answers = []
     for number in (signal.SIGTERM, signal.SIGINT):

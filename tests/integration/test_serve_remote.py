@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.lib.prompts import tale
 from tests.lib.reference import Tally
-from tests.lib.server import idle, serving
+from tests.lib.server import LOAD_ALWAYS, idle, serving
 
 NEW_TOKENS = 16
 
@@ -18,6 +18,7 @@ def test_what_one_server_has_computed_another_loads_from_the_remote(
     prompt = tale(rng, 200)
     (tmp_path / "shared").mkdir()
     options = [f"--remote=file://{tmp_path}/shared", "--chunk-tokens=32", "--dram=128MiB"]
+    options.append(LOAD_ALWAYS)
     with serving(*options) as served:
         cold = served.ask(prompt, NEW_TOKENS)
         served.wait_until(idle)

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.lib.disk_folder import shard_files
 from tests.lib.prompts import tale
 from tests.lib.reference import Tally
-from tests.lib.server import Answer, Served, idle, series, serving
+from tests.lib.server import LOAD_ALWAYS, Answer, Served, idle, series, serving
 from tests.lib.soak_report import report
 
 PROMPT_TOKENS = 1800
@@ -20,7 +20,7 @@ NEW_TOKENS = 16
 
 def ask_first(disk: Path, prompt: tuple[int, ...]) -> Answer:
     """Ask a new server, which gets this as its first request; stop it in order."""
-    with serving(f"--disk={disk}", "--dram=256MiB") as served:
+    with serving(f"--disk={disk}", "--dram=256MiB", LOAD_ALWAYS) as served:
         served.wait_for_disk("ok")
         answer = served.ask(prompt, NEW_TOKENS)
         served.wait_until(idle)
@@ -55,7 +55,7 @@ def test_write_back_writes_at_the_end_what_it_held_back(tmp_path: Path, rng: ran
     prompt = tale(rng, 200)
 
     def start() -> AbstractContextManager[Served]:
-        options = ["--disk-mode=back", "--chunk-tokens=32", "--dram=128MiB"]
+        options = ["--disk-mode=back", "--chunk-tokens=32", "--dram=128MiB", LOAD_ALWAYS]
         return serving(f"--disk={tmp_path}/kv", *options)
 
     with start() as served:

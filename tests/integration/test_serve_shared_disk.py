@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.lib.prompts import tale
 from tests.lib.reference import Tally
-from tests.lib.server import idle, series, serving
+from tests.lib.server import LOAD_ALWAYS, idle, series, serving
 
 CHUNK = 32
 NEW_TOKENS = 6
@@ -18,6 +18,7 @@ def test_the_second_server_on_a_disk_waits_and_takes_over(
 ) -> None:
     disk = tmp_path / "kv"
     options = [f"--chunk-tokens={CHUNK}", "--kv-bytes=24MiB", "--dram=64MiB", f"--disk={disk}"]
+    options.append(LOAD_ALWAYS)
     prompts = [tale(rng, 4 * CHUNK + 3) for _ in range(2)]
     tally = Tally()
     with serving(*options) as first, serving(*options) as second:

@@ -10,12 +10,13 @@ import httpx
 
 from kvtier_engine.serve import Server, build
 from kvtier_engine.settings import load_settings
+from tests.lib.server import LOAD_ALWAYS
 
 
 def made(folder: Path, *arguments: str) -> Server:
     """Small blocks, chunks and tiers, unless the arguments say otherwise."""
     small = [f"--model={folder}", "--block-tokens=4", "--chunk-tokens=8", "--kv-bytes=1MiB"]
-    tiers = [] if "--no-cache" in arguments else ["--dram=64MiB"]
+    tiers = [] if "--no-cache" in arguments else ["--dram=64MiB", LOAD_ALWAYS]
     given = {argument.partition("=")[0] for argument in arguments}
     kept = [each for each in [*small, *tiers] if each.partition("=")[0] not in given]
     return build(load_settings([*kept, *arguments], {}))
