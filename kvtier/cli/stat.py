@@ -11,7 +11,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
@@ -51,7 +51,7 @@ def stat(
     if json_output:
         typer.echo(json.dumps(said(asked), indent=2))
     elif once:
-        Console().print(server_view(said(asked), None))
+        Console().print(_shown(asked, said(asked), None))
     else:
         watch(asked, Console(), SystemClock(), interval_s=interval)
 
@@ -67,7 +67,7 @@ def watch(
     with Live(console=console, auto_refresh=False) as live:
         try:
             while True:
-                live.update(server_view(now, before), refresh=True)
+                live.update(_shown(asked, now, before), refresh=True)
                 clock.sleep(interval_s)
                 try:
                     before, now = now, said(asked)
@@ -86,11 +86,23 @@ def said(asked: urllib.request.Request) -> Said:
     except HTTPError as error:
         why = "the key is missing or wrong (--api-key)" if error.code == 401 else str(error)
         raise TierUnavailableError(f"{asked.full_url}: {why}") from error
-    except (OSError, HTTPException, ValueError) as error:
+    except (OSError, HTTPException, ValueError, RecursionError) as error:
         raise TierUnavailableError(f"{asked.full_url}: no answer of a server ({error})") from error
     if not isinstance(report, dict) or not isinstance(report.get("tiers"), list):
-        raise TierUnavailableError(f"{asked.full_url}: the answer is not one of kvtier-serve")
+        raise _strange(asked)
     return report
+
+
+def _shown(asked: urllib.request.Request, now: Said, before: Said | None) -> Group:
+    """Return the view of what was said, of which only the outermost form has been checked."""
+    try:
+        return server_view(now, before)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise _strange(asked) from error
+
+
+def _strange(asked: urllib.request.Request) -> TierUnavailableError:
+    return TierUnavailableError(f"{asked.full_url}: the answer is not one of kvtier-serve")
 
 
 def _address(url: str) -> str:

@@ -96,7 +96,11 @@ def _send_all(
             if hints:
                 body["kvtier"] = {**body.get("kvtier", {}), **hints}
             path = where.path.rstrip("/") + "/v1/kvtier/warm"
-            _add(totals, _post(connection, path, headers, body, f"{file}:{number}"))
+            answer = _post(connection, path, headers, body, f"{file}:{number}")
+            try:
+                _add(totals, answer)
+            except (LookupError, TypeError, AttributeError) as error:
+                raise TierUnavailableError(f"{url}: not an answer of kvtier-serve") from error
     return totals
 
 
@@ -117,7 +121,7 @@ def _prompts(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _prompt(line: bytes, where: str) -> dict[str, Any]:
     try:
         body = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is no JSON: {error}") from error
     if not isinstance(body, dict) or not isinstance(body.get("kvtier", {}), dict):
         raise ConfigError(f'{where}: allowed is an object with "prompt" or "messages"')
@@ -149,10 +153,11 @@ def _post(
         raise TierUnavailableError(f"{where}: no answer from the server: {error!r}") from error
     try:
         answer = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         answer = {}
     if response.status != http.HTTPStatus.OK or not isinstance(answer, dict):
-        told = answer.get("error", {}).get("message") if isinstance(answer, dict) else None
+        fault = answer.get("error") if isinstance(answer, dict) else None
+        told = fault.get("message") if isinstance(fault, dict) else None
         raise TierUnavailableError(f"{where}: {response.status} {told or response.reason}")
     return answer
 

@@ -133,6 +133,24 @@ class Impatient(FakeClock):
         self.advance(seconds)
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"tiers": [1]}',
+        b'{"tiers": [], "uptime_s": "1"}',
+        b'{"tiers": [{"used_bytes": "1"}]}',
+        b'{"tiers": [{"miss_tokens": [1]}]}',
+        b'{"tiers": [], "tenants": [1]}',
+        b"[" * 100_000,
+    ],
+)
+def test_an_answer_of_something_else_is_named(url: str, body: bytes) -> None:
+    Answers.queue = [(200, body)]
+    result = CliRunner().invoke(app, ["stat", url, "--once"])
+    assert isinstance(result.exception, TierUnavailableError), result.exception
+    assert str(result.exception).startswith(url)
+
+
 def test_a_server_is_watched_until_it_is_enough(url: str) -> None:
     """Also through a time in which it does not answer."""
     good = json.dumps(SAID).encode()

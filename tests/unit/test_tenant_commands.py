@@ -136,7 +136,17 @@ def test_a_refusal_names_the_line_and_says_what_the_server_said(stub: Stub, prom
     assert len(stub.sent) == 1
 
 
-@pytest.mark.parametrize("line", [b"no json", b"[1]", b'{"kvtier": 1}', b"\xff"])
+@pytest.mark.parametrize("answer", [{}, {"usage": None, "prompts": []}, {"usage": {}}])
+@pytest.mark.parametrize("status", [200, 400])
+def test_an_answer_of_something_else_is_named(
+    stub: Stub, prompts: Path, status: int, answer: dict[str, Any]
+) -> None:
+    stub.reply = lambda _: (status, answer | {"error": "a text"})
+    with pytest.raises(TierUnavailableError):
+        run("warm", "--url", stub.url, "--file", prompts)
+
+
+@pytest.mark.parametrize("line", [b"no json", b"[" * 100_000, b"[1]", b'{"kvtier": 1}', b"\xff"])
 def test_a_line_that_cannot_be_is_named_before_anything_is_sent(
     stub: Stub, prompts: Path, line: bytes
 ) -> None:
