@@ -171,8 +171,10 @@ class Link(asyncio.BufferedProtocol):
         """See ``asyncio.BaseProtocol``."""
         # What another loop gives is no ``asyncio.Transport``, but does what that does.
         self._transport = cast(asyncio.Transport, transport)
-        # Paused means that something is not with the kernel yet.
-        self._transport.set_write_buffer_limits(high=0)
+        # Paused means that something is not with the kernel, or not encrypted, yet. Above TLS it
+        # begins at the limit, elsewhere behind it.
+        encrypts = transport.get_extra_info("sslcontext") is not None
+        self._transport.set_write_buffer_limits(high=int(encrypts), low=0)
         connection = transport.get_extra_info("socket")
         if connection.family in {socket.AF_INET, socket.AF_INET6}:
             for level, option, value in _TCP_OPTIONS:

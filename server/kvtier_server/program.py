@@ -8,6 +8,7 @@ import signal
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack
 from importlib.metadata import version
 from typing import Final
 
@@ -18,11 +19,11 @@ from fastapi import FastAPI
 from kvtier.cache.cache import Cache
 from kvtier.clock import SystemClock
 from kvtier.config import format_size
-from kvtier.errors import ConfigError
 from kvtier_server.control import create_app
 from kvtier_server.data_plane import DataPlane
 from kvtier_server.figures import Snapshot
 from kvtier_server.settings import Address, DaemonConfig
+from kvtier_server.sockets import bound
 
 Say = Callable[[str], None]
 
@@ -35,14 +36,25 @@ def run_daemon(config: DaemonConfig, say: Say) -> None:
     ``say`` takes lines for the operator. Raises ``KVTierError`` for what cannot be served.
     """
     tls = None if config.tls is None else config.tls.context()
-    cache = Cache(config.cache)
-    try:
-        uvloop.run(_serve(config, cache, tls, say))
-    finally:
-        cache.close()
+    mode = 0o666 if config.door.uids else 0o600  # The door decides, where others may come.
+    with ExitStack() as undo:
+        listeners = [
+            undo.enter_context(bound("--listen", address, mode=mode)) for address in config.listen
+        ]
+        http = None if config.http is None else undo.enter_context(bound("--http", config.http))
+        cache = Cache(config.cache)
+        undo.callback(cache.close)
+        uvloop.run(_serve(config, cache, listeners, http, tls, say))
 
 
-async def _serve(config: DaemonConfig, cache: Cache, tls: ssl.SSLContext | None, say: Say) -> None:
+async def _serve(
+    config: DaemonConfig,
+    cache: Cache,
+    listeners: Sequence[socket.socket],
+    http: socket.socket | None,
+    tls: ssl.SSLContext | None,
+    say: Say,
+) -> None:
     clock = SystemClock()
     plane = DataPlane(
         cache,
@@ -50,7 +62,6 @@ async def _serve(config: DaemonConfig, cache: Cache, tls: ssl.SSLContext | None,
         clock,
         connections_max=config.connections_max,
         idle_s=config.idle_s,
-        open_to_all=bool(config.door.uids),
     )
     began_s = clock.now()
 
@@ -69,11 +80,11 @@ async def _serve(config: DaemonConfig, cache: Cache, tls: ssl.SSLContext | None,
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     try:
-        urls = [await plane.listen(address, tls) for address in config.listen]
+        urls = [await plane.listen(listener, tls) for listener in listeners]
         plane.start()
         app = create_app(snapshot, config.shown(), config.door.tokens)
-        async with _control(app, config.http) as http:
-            say(banner(config, urls, http))
+        async with _control(app, http) as url:
+            say(banner(config, urls, url))
             await stopping.wait()
             say(f"kvtier daemon: stopping; what runs has {config.drain_s:g} s to end")
             await plane.drain(config.drain_s)
@@ -111,27 +122,20 @@ class _Control(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def _control(app: FastAPI, address: Address | None) -> AsyncIterator[str]:
-    """Serve HTTP meanwhile; give its URL, empty without an address."""
-    if address is None:
+async def _control(app: FastAPI, listener: socket.socket | None) -> AsyncIterator[str]:
+    """Serve HTTP meanwhile; give its URL, empty without a socket."""
+    if listener is None:
         yield ""
         return
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as bound:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            bound.bind((address.host, address.port))
-        except OSError as error:
-            why = error.strerror or str(error)
-            raise ConfigError(f"--http = '{address}': cannot listen: {why}") from error
-        server = _Control(app)
-        serving = asyncio.get_running_loop().create_task(server.serve(sockets=[bound]))
-        await server.listens.wait()
-        try:
-            yield f"http://{Address(address.host, bound.getsockname()[1])}"
-        finally:
-            server.should_exit = True
-            await serving
+    server = _Control(app)
+    serving = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
+    await server.listens.wait()
+    host, port = listener.getsockname()[:2]
+    try:
+        yield f"http://{Address(host, port)}"
+    finally:
+        server.should_exit = True
+        await serving
 
 
 def banner(config: DaemonConfig, urls: Sequence[str], http: str) -> str:

@@ -65,6 +65,10 @@ class Plane(Protocol):
         """Return the objects that a client may use; None: it may not come in."""
         ...
 
+    def enter(self, session: Session) -> str:
+        """Take note of a new session; return why it is not served, nothing if it is."""
+        ...
+
     def left(self, session: Session) -> None:
         """Take note that a session is over."""
         ...
@@ -73,11 +77,9 @@ class Plane(Protocol):
 class Session:
     """The ``Owner`` of one connection. Everything happens in the loop's thread."""
 
-    def __init__(self, plane: Plane, refusal: str, *, unix: bool) -> None:
-        """``refusal`` is why this client is not served, empty if it is."""
+    def __init__(self, plane: Plane, *, unix: bool) -> None:
         self._plane = plane
         self._unix = unix
-        self._refusal = refusal
         self._objects: Objects | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._bytes = 0
@@ -97,8 +99,8 @@ class Session:
 
     def opened(self) -> None:
         """See ``Owner``."""
-        if self._refusal:
-            self._refuse(Status.UNAVAILABLE, self._refusal)
+        if refusal := self._plane.enter(self):
+            self._refuse(Status.UNAVAILABLE, refusal)
 
     def arrived(self, frame: Frame) -> None:
         """See ``Owner``."""

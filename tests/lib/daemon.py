@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import re
 import signal
 import socket
@@ -130,20 +129,6 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def refused(*arguments: str) -> str:
-    """Run the program to its end, for starts that must fail; return what it says."""
-    ended = subprocess.run(
-        [PROGRAM, "daemon", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=STOP_TIMEOUT_S,
-        env={**os.environ, "NO_COLOR": "1", "COLUMNS": "200"},
-    )
-    assert ended.returncode not in {0, -signal.SIGKILL}, ended.stderr
-    return ended.stderr
 
 
 def _die_with_the_test() -> None:

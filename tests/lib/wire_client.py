@@ -22,7 +22,11 @@ class WireClient:
         self.socket.settimeout(TIMEOUT_S)
         if receive_bytes is not None:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-        self.socket.connect(parts.path if unix else (parts.hostname, parts.port))
+        try:
+            self.socket.connect(parts.path if unix else (parts.hostname, parts.port))
+        except OSError:
+            self.socket.close()
+            raise
         self._parser = Parser(FROM_SERVER)
 
     def hello(self, token: bytes = b"") -> WireClient:
