@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 LINE_BYTES: Final = 128
@@ -137,16 +138,22 @@ class Format:
 
     def section(self, layers: int, kv_heads: int, tokens: int, sink_tokens: int) -> Section:
         """Lay out a section of ``layers``; its first ``sink_tokens`` rows are also kept exactly."""
-        pieces = self.pieces
-        widths = [row for piece in pieces for row in piece.code.row_bytes(piece.dim)]
-        cursor = _Cursor(layers * kv_heads)
-        fields = iter(cursor.add([(tokens, width) for width in widths]))
-        codes = tuple(tuple(next(fields) for _ in piece.code.widths) for piece in pieces)
-        scales = cursor.add([(tokens, SCALE_BYTES)] * len(pieces))
-        sinks = cursor.add([(sink_tokens, dim * self.element_bytes) for dim in self.part_dims])
-        return Section(
-            layers, kv_heads, sink_tokens, codes, scales, sinks, tuple(cursor.pads), cursor.nbytes
-        )
+        return _section(self, layers, kv_heads, tokens, sink_tokens)
+
+
+# Each call that moves rows asks several times.
+@lru_cache(maxsize=256)
+def _section(form: Format, layers: int, kv_heads: int, tokens: int, sink_tokens: int) -> Section:
+    pieces = form.pieces
+    widths = [row for piece in pieces for row in piece.code.row_bytes(piece.dim)]
+    cursor = _Cursor(layers * kv_heads)
+    fields = iter(cursor.add([(tokens, width) for width in widths]))
+    codes = tuple(tuple(next(fields) for _ in piece.code.widths) for piece in pieces)
+    scales = cursor.add([(tokens, SCALE_BYTES)] * len(pieces))
+    sinks = cursor.add([(sink_tokens, dim * form.element_bytes) for dim in form.part_dims])
+    return Section(
+        layers, kv_heads, sink_tokens, codes, scales, sinks, tuple(cursor.pads), cursor.nbytes
+    )
 
 
 class _Cursor:

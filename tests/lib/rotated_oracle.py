@@ -6,6 +6,7 @@ import hashlib
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -73,6 +74,7 @@ def code_of(value: float, book: Codebook) -> int:
     return int(np.rint(F32(F32(v * slope) + F32(book.half - 0.5))))
 
 
+@cache
 def level_of(code: int, book: Codebook) -> int:
     """The level of a code, in exact arithmetic."""
     w = Fraction(2 * code + 1, 2) - book.half
@@ -136,6 +138,31 @@ def encode(row: Row, name: str, book: Codebook | None) -> tuple[tuple[bytes, ...
             number |= (code >> shift & ((1 << width) - 1)) << place * width
         planes.append(number.to_bytes(-(-len(codes) * width // 8), "little"))
     return tuple(planes), scale.tobytes()
+
+
+def decode(planes: tuple[bytes, ...], scale: bytes, dim: int, name: str) -> Row:
+    """The values of one row; ``scale`` is a finite number."""
+    run = dim & -dim
+    odd, exponent = dim // run, run.bit_length() - 1
+    codes = [0] * dim
+    for plane, width in zip(planes, WIDTHS[name], strict=True):
+        number = int.from_bytes(plane, "little")
+        bits = [number >> place * width & ((1 << width) - 1) for place in range(dim)]
+        codes = [code << width | own for code, own in zip(codes, bits, strict=True)]
+    book, back = BOOKS[name], 2.0 ** -(exponent // 2) / odd
+    if book is not None:
+        codes = [level_of(code, book) for code in codes]
+        back /= 256
+    elif name == "int8":
+        codes = [code - 256 * (code > 127) for code in codes]
+    else:
+        codes = [code - PEAKS[name] - 1 for code in codes]
+    factor = F32(F32(np.frombuffer(scale, np.float16)[0]) * F32(back))
+    # Signs come last on the way back.
+    pattern = signs(min(run, 128))
+    unsigned = [code * pattern[i % len(pattern)] for i, code in enumerate(codes)]
+    values = [z * pattern[i % len(pattern)] for i, z in enumerate(turned(unsigned))]
+    return np.array([F32(F32(z) * factor) for z in values])
 
 
 def _inverse(value: np.float32) -> np.float32:

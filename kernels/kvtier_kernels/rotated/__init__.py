@@ -95,6 +95,7 @@ class RotatedKernel:
         """
         if target.readonly:
             raise ValueError("the target is read-only")
+        layers = raw.PoolLayers(layers)
         whole = self._section(layers, span, target)
         device = layers[0][0].device
         with raw.on_stream(device, stream):
@@ -116,6 +117,7 @@ class RotatedKernel:
         self, source: memoryview, layers: Sequence[LayerViews], span: Span, stream: int = 0
     ) -> None:
         """Write the span's rows from ``source``, one section, into the pool; as ``raw.unpack``."""
+        layers = raw.PoolLayers(layers)
         whole = self._section(layers, span, source)
         if len(set(span.block_ids)) < len(span.block_ids):
             raise ValueError("a block is named twice")

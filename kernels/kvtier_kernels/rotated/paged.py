@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple, Protocol
 
@@ -12,12 +13,14 @@ from kvtier_kernels.raw import LayerViews, Span
 from kvtier_kernels.rotated import reference, rowwise
 from kvtier_kernels.rotated.centre import Centre, Taken
 from kvtier_kernels.rotated.fields import Packed
+from kvtier_kernels.rotated.scratch import scratch
 from kvtier_kernels.rotated_format import Code, Format, Piece
 
 #: Values that are worked on together: they and their temporaries stay in a core's cache.
-_VALUES_TOGETHER: Final = 2**17
-#: Values of whole layers that are gathered together: what memory lends again without a page fault.
-_VALUES_GATHERED: Final = 2**20
+_VALUES_TOGETHER: Final = 2**19
+#: Values of whole layers that are gathered together: few, and for all layers into the same room, so
+#: that they still are in a cache when they are worked on.
+_VALUES_GATHERED: Final = 2**22
 
 
 class Arithmetic(Protocol):
@@ -99,15 +102,17 @@ def pack(
     centre: Centre | None,
 ) -> None:
     """Fill the codes and scales of the span's rows."""
-    pieces = _pieces(layers, span, form, packed, centre)
-    for run in _layer_runs(len(layers), span, form):
-        parts = rows.gather(layers[run], span)
-        for piece, arithmetic, blocks in pieces:
-            for block in blocks(parts[piece.part], run):
+    work = _work(layers, span, form, packed, centre)
+    for run in work.runs:
+        parts = rows.gather(_some(layers, run), span, work.room)
+        for piece, arithmetic, cut in work.pieces:
+            for block in cut(parts[piece.part], run):
                 arithmetic.encode(*block)
-                # NaN compares false as well.
-                if not bool((block.scales <= reference.FLOAT16_MAX).all()):
-                    raise rows.UnrepresentableError("a NaN, an infinity or values too large")
+    for area in packed.section.scales:
+        scales = packed.field(area).view(torch.float16)
+        # NaN compares false as well.
+        if not bool((scales <= reference.FLOAT16_MAX).all()):
+            raise rows.UnrepresentableError("a NaN, an infinity or values too large")
 
 
 def unpack(
@@ -118,40 +123,65 @@ def unpack(
     centre: Centre | None,
 ) -> None:
     """Write the span's rows into the pool."""
-    pieces = _pieces(layers, span, form, packed, centre)
-    for run in _layer_runs(len(layers), span, form):
+    work = _work(layers, span, form, packed, centre)
+    for run in work.runs:
 
         def write(part: int, values: torch.Tensor, run: slice = run) -> None:
-            for piece, arithmetic, blocks in pieces:
+            for piece, arithmetic, cut in work.pieces:
                 if piece.part == part:
-                    for block in blocks(values, run):
+                    for block in cut(values, run):
                         arithmetic.decode(*block)
 
-        rows.scatter(layers[run], span, write)
+        rows.scatter(_some(layers, run), span, write, work.room)
 
 
 #: Cuts a part's rows of some layers, ``[layers, heads, tokens, dim]``, and what belongs to them.
 _Cut = Callable[[torch.Tensor, slice], Iterator[_Block]]
 
 
-def _pieces(
+def _some(layers: Sequence[LayerViews], run: slice) -> Sequence[LayerViews]:
+    """Layers that were checked stay so if they are all."""
+    return layers if run.stop - run.start >= len(layers) else layers[run]
+
+
+class _Work(NamedTuple):
+    """What is done with each run of layers: gathered in ``room``, then cut piece by piece."""
+
+    runs: list[slice]
+    room: torch.Tensor
+    pieces: list[tuple[Piece, Arithmetic, _Cut]]
+
+
+def _work(
     layers: Sequence[LayerViews],
     span: Span,
     form: Format,
     packed: Packed,
     centre: Centre | None,
-) -> list[tuple[Piece, Arithmetic, _Cut]]:
-    device = layers[0][0].device
-    made: list[tuple[Piece, Arithmetic, _Cut]] = []
-    for index, piece in enumerate(form.pieces):
+) -> _Work:
+    first = layers[0][0]
+    layer = math.prod(rows.planes_shape(layers[:1], span))
+    step = min(max(1, _VALUES_GATHERED // layer), len(layers))
+    together = []
+    for piece in form.pieces:
         planes = max(1, _VALUES_TOGETHER // (span.token_count * piece.dim))
-        planes = min(planes, len(layers) * span.head_count)
+        together.append(min(planes, step * span.head_count))
+    if first.device.type == "cpu":
+        # Pieces share their room: one is worked on at a time.
+        blocks = zip(together, form.pieces, strict=True)
+        values = max(planes * span.token_count * piece.dim for planes, piece in blocks)
+        gathered, wide = scratch(step * layer * first.element_size(), 3 * 4 * values)
+        room, wide = gathered.view(first.dtype), wide.view(torch.float32)
+    else:
+        room, wide = first.new_empty(step * layer), torch.empty(0)
+    pieces: list[tuple[Piece, Arithmetic, _Cut]] = []
+    for index, piece in enumerate(form.pieces):
         arithmetic: Arithmetic = ReferenceArithmetic(piece.dim, piece.code)
-        if rowwise.suits(piece.dim, device):
-            count = planes * span.token_count
-            arithmetic = rowwise.RowwiseArithmetic(piece.dim, piece.code, count)
-        made.append((piece, arithmetic, _cut(packed, form, index, centre, planes)))
-    return made
+        if rowwise.suits(piece.dim, first.device):
+            arithmetic = rowwise.RowwiseArithmetic(piece.dim, piece.code, wide)
+        pieces.append((piece, arithmetic, _cut(packed, form, index, centre, together[index])))
+    runs = [slice(start, start + step) for start in range(0, len(layers), step)]
+    return _Work(runs, room, pieces)
 
 
 def _cut(packed: Packed, form: Format, index: int, centre: Centre | None, together: int) -> _Cut:
@@ -170,19 +200,10 @@ def _cut(packed: Packed, form: Format, index: int, centre: Centre | None, togeth
         # Views, never copies.
         flat = (torch.split(part.view(-1, *part.shape[2:]), together) for part in whole)
         for block, scales, *some in zip(*flat, strict=True):
-            if taken is None:
-                yield _Block(block, None, scales, some)
-            else:
-                *some, mean, partner = some
-                own = Taken(mean, partner, taken.cos, taken.sin)
-                yield _Block(block, own, scales, some)
+            own = None
+            if taken is not None:
+                own = Taken(some[-2], some[-1], taken.cos, taken.sin)
+                del some[-2:]
+            yield _Block(block, own, scales, some)
 
     return blocks
-
-
-def _layer_runs(layers: int, span: Span, form: Format) -> Iterator[slice]:
-    """Layers whose rows are gathered together."""
-    layer_values = span.head_count * span.token_count * sum(form.part_dims)
-    step = max(1, _VALUES_GATHERED // layer_values)
-    for start in range(0, layers, step):
-        yield slice(start, start + step)

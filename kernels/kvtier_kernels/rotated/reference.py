@@ -212,8 +212,7 @@ def level_places(
 
 def reciprocal(values: torch.Tensor) -> torch.Tensor:
     """1 / values, and 0 where that is no finite number: such a row is all zeros."""
-    inverse = values.reciprocal()
-    return torch.where(inverse.isinf(), 0.0, inverse)
+    return values.reciprocal().nan_to_num_(nan=math.nan, posinf=0.0, neginf=0.0)
 
 
 def _lookup(table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ Codes below 8 bits pass through tables of all that a byte can hold.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -19,6 +19,7 @@ from kvtier_kernels.rotated.centre import Taken
 from kvtier_kernels.rotated.codebooks import LEVELS, factors, run_of, signs
 from kvtier_kernels.rotated.reference import (
     FIXED_PEAK,
+    FLOAT16_MAX,
     factors_of,
     integer_factors,
     level_factors,
@@ -30,7 +31,7 @@ from kvtier_kernels.rotated_format import Code
 #: The narrowest matrix that is worth a product.
 _RUN_MIN: Final = 16
 #: Butterflies stop here: a smaller matrix would save less than they cost.
-_BLOCK_MIN: Final = 64
+_BLOCK_MIN: Final = 32
 #: How many butterflies bytes have room for: 4 * 2047 / 64 < 128, and 4 * 1000 / 32 < 128.
 _STAGES_MAX: Final = 2
 _FIXED_BASE: Final = 64
@@ -42,16 +43,16 @@ _product: Any = getattr(torch, "_int_mm", None)
 
 def suits(dim: int, device: torch.device) -> bool:
     """Whether pieces of ``dim`` on ``device`` can be worked on here."""
-    return device.type == "cpu" and run_of(dim) >= _RUN_MIN and products_are_exact()
+    return device.type == "cpu" and run_of(dim) >= _RUN_MIN and is_exact(_product)
 
 
 @cache
-def products_are_exact() -> bool:
-    """Whether this torch multiplies int8 matrices, and exactly so on this machine.
+def is_exact(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None) -> bool:
+    """Whether there is a product of int8 matrices, and an exact one on this machine.
 
     There are instructions that cut sums of two products to 16 bits.
     """
-    if _product is None:
+    if product is None:
         return False
     generator = torch.Generator().manual_seed(1)
     for inner, outer in ((32, 16), (128, 64), (128, 128), (256, 128), (512, 512)):
@@ -60,21 +61,39 @@ def products_are_exact() -> bool:
         right = torch.randint(0, 2, (inner, outer), generator=generator) * 2 - 1
         right[1::2] *= _FIXED_BASE
         right[:, 0], right[:, 1] = _FIXED_BASE, -_FIXED_BASE
-        if not torch.equal(_product(left.to(torch.int8), right.to(torch.int8)), left @ right):
+        if not torch.equal(product(left.to(torch.int8), right.to(torch.int8)), left @ right):
             return False
     return True
 
 
-class RowwiseArithmetic:
-    """The arithmetic on pieces of one dim and code, with room for up to ``rows`` rows.
+class _Room:
+    """Three times as many float32 as a block has values, by what they hold.
 
-    ``dim`` suits. Used by one thread at a time.
+    Few and again the same, so that they stay in a core's cache: ``wide`` and ``sums`` are one
+    memory, which is also written from one to the other, and so are ``second``, ``words`` and
+    ``spare`` together, and all that ``nth_bytes`` gives.
     """
 
-    def __init__(self, dim: int, code: Code, rows: int) -> None:
+    def __init__(self, room: torch.Tensor, shape: torch.Size) -> None:
+        self.shape = shape
+        self.wide, self.second, self.third = room[: 3 * shape.numel()].view(3, *shape)
+        self.sums = self.wide.view(torch.int32)
+        self.magnitudes = self.second.view(torch.int32)
+        self.words, self.spare = self.second.view(torch.int16).view(2, *shape)
+        self.nth_bytes = self.second.view(torch.int8).view(4, *shape)
+
+
+class RowwiseArithmetic:
+    """The arithmetic on pieces of one dim and code.
+
+    ``dim`` suits. ``room`` is float32, three for each value that is worked on together; what it
+    holds is undefined after each call. For one thread at a time.
+    """
+
+    def __init__(self, dim: int, code: Code, room: torch.Tensor) -> None:
         self._dim, self._code, self._known = dim, code, factors_of(dim, code)
-        # Room for float32, int32, and the last one for twice as many int16.
-        self._wide, self._sums, self._words = torch.empty(3, rows * dim, dtype=torch.float32)
+        self._room = room
+        self._last: _Room | None = None
 
     def encode(
         self,
@@ -87,27 +106,27 @@ class RowwiseArithmetic:
 
         Scales that are no numbers up to 65504 mark rows that cannot be stored.
         """
-        wide, sums, words, spare = self._room(values.shape)
+        room = self._room_of(values.shape)
+        wide, sums = room.wide, room.sums
+        wide.copy_(values)
         if taken is not None:
-            values = torch.sub(values, taken.offsets(wide, sums.view(torch.float32)), out=wide)
-        peak = _largest(values, sums if values.dtype == torch.float32 else spare)
+            values = wide.sub_(taken.offsets(room.second, room.third))
+        peak = _largest(values, room)
         step = peak * (1.0 / FIXED_PEAK)
-        words.copy_(torch.mul(values, reciprocal(peak) * FIXED_PEAK, out=wide).round_())
+        room.words.copy_(wide.mul_(reciprocal(peak) * FIXED_PEAK).round_())
         if self._code.peak:
-            self._rotate(words, spare, sums)
-            largest = torch.abs(sums, out=wide.view(torch.int32)).amax(-1, keepdim=True).float()
+            self._rotate(room)
+            largest = torch.abs(sums, out=room.magnitudes).amax(-1, keepdim=True).float()
             factor, found = integer_factors(largest, step, self._code.peak, self._known)
-            codes = torch.mul(sums, factor, out=wide).round_()
+            wide.copy_(sums).mul_(factor).round_()
         else:
-            squares = torch.square(sums.copy_(words), out=sums)
-            square = squares.sum(-1, keepdim=True, dtype=torch.int32)
-            self._rotate(words, spare, sums)
+            square = sums.copy_(room.words).mul_(sums).sum(-1, keepdim=True, dtype=torch.int32)
+            self._rotate(room)
             factor, found = level_factors(square, step, self._known)
-            places = torch.mul(sums, factor, out=wide)
-            spares = sums.view(torch.float32), self._words[: sums.numel()].view(sums.shape)
-            codes = level_places(places, LEVELS[self._code.bits], *spares)
+            wide.copy_(sums).mul_(factor)
+            level_places(wide, LEVELS[self._code.bits], room.second, room.third)
         scales.copy_(found)
-        self._pack(codes, words.view(torch.int8).flatten()[: codes.numel()], planes)
+        self._pack(room, planes)
 
     def decode(
         self,
@@ -117,48 +136,43 @@ class RowwiseArithmetic:
         planes: Sequence[torch.Tensor],
     ) -> None:
         """Fill ``values`` from what ``encode`` made."""
-        wide, sums, words, _ = self._room(values.shape)
+        room = self._room_of(values.shape)
+        wide, sums = room.wide, room.sums
         if self._code.peak:
-            codes = self._integers(planes, values.shape)
+            codes = self._integers(room, planes)
             plan = _plan(self._dim, 0, 0, back=True)
         else:
-            codes = self._levels(planes, values.shape)
+            codes, spare = self._levels(room, planes)
             plan = _plan(self._dim, _STAGES_MAX, _LEVEL_BASE, back=True)
-            spare = self._words.view(torch.int8)[2 * sums.numel() : 4 * sums.numel()]
             for half in plan.halves:
                 codes, spare = _butterfly(codes, spare, 2 * half)
         self._multiply(codes, plan, sums)
         if plan.signs is not None:
             sums.mul_(plan.signs)
-        factor = scales.float() * self._known.back
-        # Every other dtype holds whatever codes and scales can say.
-        if taken is None and values.dtype != torch.float16:
-            torch.mul(sums, factor, out=values)
-            return
-        torch.mul(sums, factor, out=wide)
+        wide.copy_(sums).mul_(scales.float() * self._known.back)
         if taken is not None:
-            spare = self._words[: sums.numel()].view(sums.shape)
-            wide += taken.offsets(sums.view(torch.float32), spare)
-        bound = torch.finfo(values.dtype).max
-        values.copy_(wide.clamp_(-bound, bound))
+            wide += taken.offsets(room.second, room.third)
+        # Other dtypes hold whatever codes, scales and centres can say.
+        if values.dtype == torch.float16:
+            wide.clamp_(-FLOAT16_MAX, FLOAT16_MAX)
+        values.copy_(wide)
 
-    def _room(self, shape: torch.Size) -> tuple[torch.Tensor, ...]:
-        """Room for so many float32, int32, and twice for int16, side by side."""
-        count = shape.numel()
-        wide, sums = self._wide[:count], self._sums.view(torch.int32)[:count]
-        words = self._words.view(torch.int16)[: 2 * count].view(2, *shape)
-        return wide.view(shape), sums.view(shape), words[0], words[1]
+    def _room_of(self, shape: torch.Size) -> _Room:
+        if self._last is None or self._last.shape != shape:
+            self._last = _Room(self._room, shape)
+        return self._last
 
-    def _rotate(self, words: torch.Tensor, spare: torch.Tensor, sums: torch.Tensor) -> None:
-        """Signs and steps 3 and 4 of ``words`` into ``sums``; words and spare are used up."""
+    def _rotate(self, room: _Room) -> None:
+        """Signs and steps 3 and 4 of the words, which are used up, into the sums."""
         plan = _plan(self._dim, _STAGES_MAX, _FIXED_BASE, back=False)
+        words, spare = room.words, room.spare
         if plan.signs is not None:
             words.mul_(plan.signs)
         for half in plan.halves:
             words, spare = _butterfly(words, spare, half)
         # In each word's low byte its lowest six bits, in its high byte what is above them.
         words.add_(torch.bitwise_right_shift(words, 6, out=spare), alpha=256 - _FIXED_BASE)
-        self._multiply(words.view(torch.int8), plan, sums)
+        self._multiply(words.view(torch.int8), plan, room.sums)
 
     def _multiply(self, codes: torch.Tensor, plan: _Plan, sums: torch.Tensor) -> None:
         """The product and step 4."""
@@ -170,59 +184,62 @@ class RowwiseArithmetic:
             total = runs.sum(1, keepdim=True, dtype=torch.int32)
             runs.mul_(odd).sub_(total, alpha=2)
 
-    def _pack(
-        self, codes: torch.Tensor, spare: torch.Tensor, planes: Sequence[torch.Tensor]
-    ) -> None:
-        """Whole numbers as bit planes."""
+    def _pack(self, room: _Room, planes: Sequence[torch.Tensor]) -> None:
+        """What is ``wide``, whole numbers, as bit planes."""
         code = self._code
         if len(planes) == 1 and code.bits == 8:
-            planes[0].view(torch.int8).copy_(codes)
+            planes[0].view(torch.int8).copy_(room.wide)
             return
-        spare = spare.view(codes.shape).copy_(codes)
+        codes, *both, _ = room.nth_bytes
+        codes.copy_(room.wide)
         if code.peak:
-            spare += code.peak + 1
+            codes += code.peak + 1
         shift = code.bits
         for plane, width in zip(planes, code.widths, strict=True):
             shift -= width
-            words = spare.view(_WORDS[8 // width])
+            words, spare, moved = (part.view(_WORDS[8 // width]) for part in (codes, *both))
             if len(planes) > 1:
                 mask = int.from_bytes(bytes([(1 << width) - 1]) * (8 // width))
-                words = (words >> shift) & mask
+                words = torch.bitwise_right_shift(words, shift, out=spare).bitwise_and_(mask)
             # Twice as many neighbours' bits come together each time, in the lowest byte at last.
             apart = 8 - width
             while apart < 8 * (8 // width - 1):
-                words = words | (words >> apart)
+                torch.bitwise_right_shift(words, apart, out=moved)
+                words = torch.bitwise_or(words, moved, out=spare)
                 apart *= 2
             plane.copy_(words)
 
-    def _integers(self, planes: Sequence[torch.Tensor], shape: torch.Size) -> torch.Tensor:
-        """The codes as flat int8."""
-        first, second = self._words.view(torch.int8)[: 2 * shape.numel()].view(2, -1)
+    def _integers(self, room: _Room, planes: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The codes as int8."""
+        codes: torch.Tensor = room.nth_bytes[0]
+        spare: torch.Tensor = room.nth_bytes[1]
         if len(planes) == 1:
-            first.view(shape).copy_(planes[0].view(torch.int8))
-            return first
+            return codes.copy_(planes[0].view(torch.int8))
         upper, lower = _byte_tables(self._code)
-        self._look_up(planes[0], upper, first)
-        self._look_up(planes[1], lower, second)
-        return first.add_(second)
+        _look_up(planes[0], upper, room, codes)
+        _look_up(planes[1], lower, room, spare)
+        return codes.add_(spare)
 
-    def _levels(self, planes: Sequence[torch.Tensor], shape: torch.Size) -> torch.Tensor:
-        """The levels of all codes, each as two bytes: flat int8."""
-        levels, spare = self._words.view(torch.int8)[: 4 * shape.numel()].view(2, -1)
+    def _levels(
+        self, room: _Room, planes: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The levels of all codes, each as two bytes, and as much room beside them."""
         pairs = planes[0]
+        levels, spare = room.nth_bytes.view(2, -1)
         if len(planes) == 2:
             upper, lower = _pair_tables(self._code)
-            first, second = spare.view(torch.int16).view(2, -1)
-            self._look_up(planes[0], upper, first)
-            self._look_up(planes[1], lower, second)
-            pairs = first.add_(second)
-        self._look_up(pairs, _level_table(self._code.bits), levels)
-        return levels
+            pairs, more = spare.view(torch.int16).view(2, -1)
+            _look_up(planes[0], upper, room, pairs)
+            _look_up(planes[1], lower, room, more)
+            pairs += more
+        _look_up(pairs, _level_table(self._code.bits), room, levels)
+        return levels, spare
 
-    def _look_up(self, places: torch.Tensor, table: torch.Tensor, found: torch.Tensor) -> None:
-        index = self._sums.view(torch.int32)[: places.numel()]
-        index.view(places.shape).copy_(places)
-        torch.index_select(table, 0, index, out=found.view(table.dtype))
+
+def _look_up(places: torch.Tensor, table: torch.Tensor, room: _Room, found: torch.Tensor) -> None:
+    index = room.sums.flatten()[: places.numel()]
+    index.view(places.shape).copy_(places)
+    torch.index_select(table, 0, index, out=found.flatten().view(table.dtype))
 
 
 class _Plan(NamedTuple):
@@ -271,11 +288,13 @@ def _butterfly(
     return target, source
 
 
-def _largest(values: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
+def _largest(values: torch.Tensor, room: _Room) -> torch.Tensor:
     """Each row's largest magnitude as float32, by the order of bits: a NaN is above all."""
-    bits = values.view(spare.dtype)
-    magnitudes = torch.bitwise_and(bits, torch.iinfo(spare.dtype).max, out=spare)
-    return magnitudes.amax(-1, keepdim=True).view(values.dtype).float()
+    magnitudes = room.magnitudes if values.dtype == torch.float32 else room.words
+    bits = torch.bitwise_and(
+        values.view(magnitudes.dtype), torch.iinfo(magnitudes.dtype).max, out=magnitudes
+    )
+    return bits.amax(-1, keepdim=True).view(values.dtype).float()
 
 
 @cache
@@ -301,9 +320,7 @@ def _byte_tables(code: Code) -> tuple[torch.Tensor, ...]:
 def _pair_tables(code: Code) -> tuple[torch.Tensor, ...]:
     """What each plane's byte adds to the places of pairs in ``_level_table``, as one word."""
     pairs = [part[:, 0::2] | part[:, 1::2] << code.bits for part in _plane_values(code)]
-    return tuple(
-        part.to(torch.int16).view(_WORDS[2 * part.shape[1]]).flatten() for part in pairs
-    )
+    return tuple(part.to(torch.int16).view(_WORDS[2 * part.shape[1]]).flatten() for part in pairs)
 
 
 def _plane_values(code: Code) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ after the other without a gap, each in the order of the raw planes::
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -31,6 +32,7 @@ __all__ = [
     "pack",
     "pack_blocks",
     "packed_form",
+    "planes_shape",
     "scatter",
     "unpack",
     "unpack_blocks",
@@ -184,9 +186,21 @@ def packed_form(shape: Shape, row_bytes: RowBytes) -> Packed:
     )
 
 
-def gather(layers: Sequence[LayerViews], span: Span) -> list[torch.Tensor]:
-    """The span's rows of K, and of V where there is one: ``[layers, heads, tokens, dim]``."""
-    planes, parts = _planes(layers, span)
+def planes_shape(layers: Sequence[LayerViews], span: Span) -> tuple[int, int, int]:
+    """The planes in which the span's rows lie when gathered, in the pool's values."""
+    dims = [part.shape[3] for part in layers[0] if part is not None]
+    local = _local(layers, span)
+    return len(layers), local.kv_heads, local.tokens * sum(dims)
+
+
+def gather(
+    layers: Sequence[LayerViews], span: Span, room: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """The span's rows of K, and of V where there is one: ``[layers, heads, tokens, dim]``.
+
+    They lie in ``room`` if it is given: ``planes_shape`` values of the pool's dtype, or more.
+    """
+    planes, parts = _planes(layers, span, room)
     if planes.device.type == "cpu":
         raw.pack(layers, _local(layers, span), planes.numpy().data)
     else:
@@ -195,10 +209,16 @@ def gather(layers: Sequence[LayerViews], span: Span) -> list[torch.Tensor]:
 
 
 def scatter(
-    layers: Sequence[LayerViews], span: Span, write: Callable[[int, torch.Tensor], None]
+    layers: Sequence[LayerViews],
+    span: Span,
+    write: Callable[[int, torch.Tensor], None],
+    room: torch.Tensor | None = None,
 ) -> None:
-    """Write the span's rows into the pool: ``write(part, rows)`` fills ``rows`` first."""
-    planes, parts = _planes(layers, span)
+    """Write the span's rows into the pool: ``write(part, rows)`` fills ``rows`` first.
+
+    ``room`` as for ``gather``.
+    """
+    planes, parts = _planes(layers, span, room)
     for part, rows in enumerate(parts):
         write(part, rows)
     if planes.device.type == "cpu":
@@ -280,12 +300,17 @@ def _local(layers: Sequence[LayerViews], span: Span) -> Span:
     )
 
 
-def _planes(layers: Sequence[LayerViews], span: Span) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _planes(
+    layers: Sequence[LayerViews], span: Span, room: torch.Tensor | None
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Raw planes for ``_local`` as uint8, and the span's rows in them by part."""
     first, local = layers[0][0], _local(layers, span)
     dims = [part.shape[3] for part in layers[0] if part is not None]
-    shape = (len(layers), local.kv_heads, local.tokens * sum(dims))
-    planes = torch.empty(shape, dtype=first.dtype, device=first.device)
+    shape = planes_shape(layers, span)
+    if room is None:
+        planes = torch.empty(shape, dtype=first.dtype, device=first.device)
+    else:
+        planes = room[: math.prod(shape)].view(shape)
     parts = [
         rows.view(*shape[:2], local.tokens, -1)[:, :, local.token_start :]
         for rows in torch.split(planes, [local.tokens * dim for dim in dims], 2)
