@@ -128,6 +128,8 @@ class RemoteSource:
         """Take in what others of the namespace may be packed with; a payload says its own."""
         if opaque_codec(codec) is None:
             self._tier.learn_codec(self._origin.namespace, codec)
+        else:
+            self._tier.learn_payload_codec(self._origin.key, codec)
 
 
 class _Fetch:

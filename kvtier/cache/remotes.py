@@ -79,7 +79,7 @@ class Remotes:
     def codec_of(self, sequence: TokenSequence, key: ChunkKey) -> str:
         """Return what a chunk that ``look`` finds is taken to be packed with."""
         holder = next(each for each in self.all if each.tier.answers and each.tier.shards(key))
-        return self._codec_in(holder, sequence)
+        return self._codec_in(holder, sequence, key)
 
     def find(
         self, sequence: TokenSequence, chunk: int, without: Collection[str]
@@ -91,7 +91,7 @@ class Remotes:
         key = sequence.chunk_keys[chunk]
         for remote in self.all:
             shards = remote.tier.shards(key) if remote.tier.answers else None
-            codec = self._codec_in(remote, sequence)
+            codec = self._codec_in(remote, sequence, key)
             if shards and self._shapes.codecs.readable(codec, sequence.namespace.fidelity):
                 parent = sequence.entry_parent(chunk)
                 place, root = f"remote {remote.tier.number}", sequence.root
@@ -149,7 +149,10 @@ class Remotes:
     def _asks(self, key: ChunkKey) -> bool:
         return any(key in asking for asking in self._asking.values())
 
-    def _codec_in(self, remote: Remote, sequence: TokenSequence) -> str:
+    def _codec_in(self, remote: Remote, sequence: TokenSequence, key: ChunkKey) -> str:
+        told = remote.tier.payload_codec_of(key) if sequence.codec else None
+        if told is not None and sequence.takes(told):
+            return told  # A payload of any size.
         own = sequence.codec or remote.tier.codec_of(sequence.root)
         return own or self._shapes.codecs.packing(self._codec, sequence.namespace)
 

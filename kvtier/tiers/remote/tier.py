@@ -47,6 +47,7 @@ class RemoteTier:
         self._clock = clock
         self._asked = Asked(there_s=ttl_s, absent_s=absent_s, chunks_max=REMOTE_KNOWN_CHUNKS_MAX)
         self._codecs: OrderedDict[bytes, str] = OrderedDict()
+        self._payload_codecs: OrderedDict[ChunkKey, str] = OrderedDict()
 
     @property
     def answers(self) -> bool:
@@ -102,6 +103,17 @@ class RemoteTier:
         self._codecs.move_to_end(root)
         if len(self._codecs) > REMOTE_CODECS_MAX:
             self._codecs.popitem(last=False)
+
+    def payload_codec_of(self, key: ChunkKey) -> str | None:
+        """Return what says a payload's size, if its header was read."""
+        return self._payload_codecs.get(key)
+
+    def learn_payload_codec(self, key: ChunkKey, codec: str) -> None:
+        """Take in what the header of a payload told of its size."""
+        self._payload_codecs[key] = codec
+        self._payload_codecs.move_to_end(key)
+        if len(self._payload_codecs) > REMOTE_KNOWN_CHUNKS_MAX:
+            self._payload_codecs.popitem(last=False)
 
     def succeeded(self, *, probe: bool = False) -> None:
         """Note that it did what was asked."""
