@@ -24,12 +24,13 @@ from kvtier.cache.match import Pending, Ready
 from kvtier.codecs.opaque import opaque_codec, opaque_layout
 from kvtier.interfaces import Clock
 from kvtier.keys import foreign_key
-from kvtier.types import Blocks, Miss, MissReason, Move, Namespace, Plan, Result
+from kvtier.types import Blocks, MissReason, Move, Namespace, Plan, Result
 from kvtier.wire import Status
 
 _SCHEME: Final = "kvtier objects 1"
 _BEHIND: Final = b"\x01"
 _BLOCKS: Final = Blocks(0, ((0,),), block_tokens=1)
+_SIZE_TRIES: Final = 2
 _PAUSE_S_MIN: Final = 0.0002
 _PAUSE_S_MAX: Final = 0.005
 
@@ -107,24 +108,34 @@ class Objects:
 
     async def read(self, key: bytes, *, deadline: float) -> Held | Fault:
         """Bring an object up and hold it. The caller releases what it gets."""
-        codec = await self._codec_of(key, deadline)
-        known = opaque_codec(codec) if codec else None
-        if codec is None or known is None:
-            return Fault(Status.ABSENT)
-        payload = self._payload(key, _size_of(codec))
+        found: Held | MissReason = MissReason.CODEC
+        for _ in range(_SIZE_TRIES):
+            codec = await self._codec_of(key, deadline)
+            if codec is None or opaque_codec(codec) is None:
+                return Fault(Status.ABSENT)
+            found = await self._load(self._payload(key, _size_of(codec)), deadline)
+            # A remote tells an object's size in its header alone, and that has been read now.
+            if found is not MissReason.CODEC:
+                break
+        if isinstance(found, Held):
+            return found
+        status = _STATUSES.get(found, Status.UNAVAILABLE)
+        return Fault(status, "" if status is Status.ABSENT else found.value)
+
+    async def _load(self, payload: Payload, deadline: float) -> Held | MissReason:
         match = await self._match(payload, deadline)
         if match is None or not match.hits:
-            return Fault(Status.ABSENT)
+            return MissReason.DEADLINE if match is None else MissReason.ABSENT
         self._cache.note_admission(match, 0, 1)
         load = self._cache.begin_load(match, _BLOCKS, deadline=deadline)
         if load is None:
-            return Fault(Status.ABSENT)
+            return MissReason.ABSENT
         try:
             plan = await self._arrived(load)
         except asyncio.CancelledError:
             load.cancel()
             raise
-        if isinstance(plan, Fault):
+        if isinstance(plan, MissReason):
             return plan
         move = plan.moves[0]
         start = move.slot.offset + move.payload_offset
@@ -183,7 +194,7 @@ class Objects:
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
         return match
 
-    async def _arrived(self, load: Load) -> Plan | Fault:
+    async def _arrived(self, load: Load) -> Plan | MissReason:
         """Wait for all sections; return the plan whose answer lets the slot go.
 
         The others are answered as they come: only the last one has to hold the slot.
@@ -197,7 +208,8 @@ class Objects:
                     return plan
                 _answer(self._cache, plan)
             if load.outcome is not None:
-                return _fault_of(load.outcome.misses)
+                misses = load.outcome.misses
+                return misses[0].reason if misses else MissReason.ABSENT
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
@@ -209,11 +221,6 @@ def namespace_of(credential: str) -> Namespace:
 
 def _size_of(codec: str) -> int:
     return int(codec.rpartition("-")[2])
-
-
-def _fault_of(misses: tuple[Miss, ...]) -> Fault:
-    reason = misses[0].reason if misses else MissReason.ABSENT
-    return Fault(_STATUSES.get(reason, Status.UNAVAILABLE), reason.value)
 
 
 def _answer(cache: Cache, plan: Plan, *, ok: bool = True) -> None:
