@@ -1,12 +1,36 @@
-"""Secrets that a command is told: from a file or standard input, never from its arguments."""
+"""Secrets that a command is told, and the server that it tells them; no message shows them."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from urllib.parse import SplitResult, urlsplit
 
 from kvtier.errors import ConfigError
 from kvtier.keys import TEXT_BYTES_MAX
+
+
+def server_url(name: str, url: str) -> SplitResult:
+    """Return the parts of a server's URL, or raise the ``ConfigError`` that names the option."""
+    try:
+        where = urlsplit(url)
+        port = where.port
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    if where.username is not None or where.password is not None:
+        raise ConfigError(f"{name}: a URL without a user; the server's key goes into --api-key")
+    if where.scheme not in {"http", "https"} or not where.hostname or port == 0:
+        raise ConfigError(f"{name} {url!r}: allowed is http://HOST:PORT or https://HOST:PORT")
+    return where
+
+
+def bearer(api_key: str) -> dict[str, str]:
+    """Return the header that carries a key; none without one. ``ConfigError`` for what cannot."""
+    if not api_key:
+        return {}
+    if not (api_key.isascii() and api_key.isprintable()):
+        raise ConfigError("--api-key: allowed are printable ASCII characters")
+    return {"authorization": f"Bearer {api_key}"}
 
 
 def read_salt(path: Path) -> str:

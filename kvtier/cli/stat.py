@@ -8,13 +8,13 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Any, Final
 from urllib.error import HTTPError
-from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from kvtier.cli.secrets import bearer, server_url
 from kvtier.cli.stat_view import Said, rest_view, server_view
 from kvtier.clock import SystemClock
 from kvtier.errors import ConfigError, TierUnavailableError
@@ -42,12 +42,13 @@ def stat(
     ] = "",
 ) -> None:
     """Show tiers: state, what they hold, hits, misses by reason, speed. Ctrl-C ends it."""
-    if not urlsplit(target).netloc:
+    if "://" not in target:
         _show_rest(Path(target), json_output=json_output)
         return
-    asked = urllib.request.Request(_address(target))  # noqa: S310 - http or https
-    if api_key:
-        asked.add_header("authorization", f"Bearer {api_key}")
+    where = server_url("URL", target)
+    asked = urllib.request.Request(  # noqa: S310 - http or https
+        f"{where.scheme}://{where.netloc}{_PATH}", headers=bearer(api_key)
+    )
     if json_output:
         typer.echo(json.dumps(said(asked), indent=2))
     elif once:
@@ -103,13 +104,6 @@ def _shown(asked: urllib.request.Request, now: Said, before: Said | None) -> Gro
 
 def _strange(asked: urllib.request.Request) -> TierUnavailableError:
     return TierUnavailableError(f"{asked.full_url}: the answer is not one of kvtier-serve")
-
-
-def _address(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in {"http", "https"}:
-        raise ConfigError(f"{url}: allowed are http:// and https://, or a directory")
-    return f"{parts.scheme}://{parts.netloc}{_PATH}"
 
 
 def _show_rest(path: Path, *, json_output: bool) -> None:

@@ -9,14 +9,14 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvtier.cache.pins import check_pin_seconds
-from kvtier.cli.secrets import read_salt
+from kvtier.cli.secrets import bearer, read_salt, server_url
 from kvtier.constants import MIB
 from kvtier.errors import ConfigError, TierUnavailableError
 
@@ -82,14 +82,10 @@ def pin(
 def _send_all(
     url: str, file: Path, salt_file: Path | None, api_key: str, hints: dict[str, float]
 ) -> _Totals:
-    where = urlsplit(url)
-    if where.scheme not in ("http", "https") or not where.hostname:
-        raise ConfigError(f"--url {url!r}: allowed is http://HOST:PORT or https://HOST:PORT")
+    where = server_url("--url", url)
     salt = {} if salt_file is None else {"cache_salt": read_salt(salt_file)}
     prompts = [(number, {**body, **salt}) for number, body in _prompts(file)]
-    headers = {"content-type": "application/json"}
-    if api_key:
-        headers["authorization"] = f"Bearer {api_key}"
+    headers = {"content-type": "application/json", **bearer(api_key)}
     totals = _Totals()
     with closing(_connection(where)) as connection, _progress() as progress:
         for number, body in progress.track(prompts, description="warming"):
@@ -132,10 +128,7 @@ def _connection(where: SplitResult) -> http.client.HTTPConnection:
     assert where.hostname is not None, "a URL that was checked"
     secure = where.scheme == "https"
     kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-    try:
-        return kind(where.hostname, where.port, timeout=_ANSWER_S_MAX)
-    except ValueError as error:
-        raise ConfigError(f"--url: {error}") from error
+    return kind(where.hostname, where.port, timeout=_ANSWER_S_MAX)
 
 
 def _post(
