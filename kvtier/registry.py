@@ -11,7 +11,7 @@ from functools import cached_property
 from importlib.metadata import Distribution, EntryPoint, distribution, entry_points
 from typing import Any, Final
 
-from kvtier.errors import MissingExtraError, RegistryError, nearest
+from kvtier.errors import ConfigError, MissingExtraError, RegistryError, nearest
 from kvtier.interfaces import Connector
 
 _EXTRA_REQUIREMENT: Final = re.compile(
@@ -128,5 +128,8 @@ def connect(url: str) -> Connector:
     scheme, separator, _ = url.partition("://")
     if not separator:
         raise RegistryError("a connector's URL starts with its scheme, as in memory://name")
-    connector: Connector = connectors.load(scheme).from_url(url)
+    try:
+        connector: Connector = connectors.load(scheme).from_url(url)
+    except ValueError:  # It may quote the URL, so it is not told.
+        raise ConfigError(f"a {scheme}:// URL that cannot be taken apart") from None
     return connector

@@ -195,7 +195,8 @@ def _from_arguments(arguments: Sequence[str]) -> dict[str, Any]:
         flag, equals, value = argument.partition("=")
         if flag not in flags and flag != "--config":
             if not flag.startswith("-"):
-                raise ConfigError(f"unexpected argument {argument!r}; options start with --")
+                shown = _MASK if "://" in argument else repr(argument)  # It may hold a password.
+                raise ConfigError(f"unexpected argument {shown}; options start with --")
             hint = nearest(flag, [*flags, "--config", "--help", "--version"])
             raise ConfigError(f"unknown option {flag}{hint}; --help lists them")
         name = "config" if flag == "--config" else flags[flag].name

@@ -172,6 +172,7 @@ async def test_after_close_outcomes_are_errors(opened: Opened, tmp_path: Path) -
         ("file:///folder?threads=0", "threads is 0"),
         ("file://folder/sub", "three slashes"),
         ("file://", "from the root on"),
+        ("file:///fol%00der", "from the root on"),
     ],
 )
 def test_a_bad_url_is_a_config_error(url: str, why: str) -> None:

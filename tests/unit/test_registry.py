@@ -139,6 +139,11 @@ def test_unknown_option_names_the_nearest(connectors: Registry) -> None:
         "memori://u:s3cret@host",
         "fake://u:s3cret@host?color=1",
         "fake://u:s3cret@h?colour=1&colour=2",
+        "redis://u:s3cret@[::1",
+        "redis://u:s3cret@h:port",
+        "s3://u:s3cret@[::1",
+        "kvtier://u:s3cret@[::1",
+        "file://u:s3cret@[::1",
     ],
 )
 def test_no_message_holds_a_password(connectors: Registry, url: str) -> None:

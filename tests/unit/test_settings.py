@@ -318,3 +318,10 @@ def test_remotes_may_be_several_and_are_not_shown() -> None:
 def test_remotes_that_cannot_be_are_refused(arguments: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match="remote"):
         load(*arguments)
+
+
+def test_a_url_without_its_option_is_not_shown() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(["redis://:s3cret@host"], {})
+    assert "unexpected argument" in str(caught.value)
+    assert "s3cret" not in str(caught.value)

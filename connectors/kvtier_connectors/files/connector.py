@@ -44,7 +44,7 @@ class FileConnector:
 
     def __init__(self, folder: Path, *, sync: str = "none", threads: int = THREADS_DEFAULT) -> None:
         """Does not look at the folder. Raises ``ConfigError`` for what is not allowed."""
-        if not folder.is_absolute():
+        if not folder.is_absolute() or "\0" in str(folder):
             raise ConfigError(f"a folder is named from the root on; {str(folder)!r} is not")
         if sync not in SYNCS:
             raise ConfigError(f"sync is {sync!r}{nearest(sync, SYNCS)}; allowed: none, each")
