@@ -16,6 +16,8 @@ from kvtier_connectors.redis import RedisConnector
 from kvtier_connectors.redis.settings import parse_url as parse_redis_url
 from kvtier_connectors.s3 import S3Connector
 from kvtier_connectors.s3.settings import parse_url as parse_s3_url
+from kvtier_connectors.server import ServerConnector
+from kvtier_connectors.server.settings import parse_url as parse_server_url
 
 
 class NoKeys:
@@ -29,6 +31,7 @@ def test_media() -> None:
         FileConnector(Path("/nowhere")),
         RedisConnector(parse_redis_url("redis://nowhere")),
         S3Connector(parse_s3_url("s3://nowhere")),
+        ServerConnector(parse_server_url("kvtier://nowhere")),
     ]
     listable: list[Listable] = [
         MemoryConnector(),
