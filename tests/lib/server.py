@@ -143,8 +143,14 @@ class Served:
 
     def wait_for_disk(self, state: str, timeout_s: float = STATE_TIMEOUT_S) -> dict[str, Any]:
         """Look at ``/health`` until the disk tier is in this state, and return what it says."""
+        return self.wait_for_tier("disk", state, timeout_s)
+
+    def wait_for_tier(
+        self, name: str, state: str, timeout_s: float = STATE_TIMEOUT_S
+    ) -> dict[str, Any]:
+        """Look at ``/health`` until a tier is in this state, and return what it says."""
         return self._until(
-            lambda: self.tier("disk"), lambda disk: disk["state"] == state, str, timeout_s
+            lambda: self.tier(name), lambda tier: tier["state"] == state, str, timeout_s
         )
 
     def _until(
