@@ -86,6 +86,16 @@ GROUP_COMMIT_S: Final = 0.2
 EPOCHS_WAIT_S_MAX: Final = 1.0
 # Namespaces and tenants whose epochs are kept one by one; the file of all takes some megabytes.
 EPOCHS_MAX: Final = 65_536
+# No record of epochs says more than this, nor is it longer. Far from what a root can hold.
+EPOCH_MAX: Final = 2**62
+EPOCHS_BYTES_MAX: Final = 4 * MIB
+# A remote's epochs are read so long after they were last read, and after that failed; what other
+# hosts raise is seen here so late, and the time that the remote takes to answer.
+EPOCHS_READ_S: Final = 2.0
+EPOCHS_RETRY_S: Final = 0.5
+# How long an invalidation waits for the remotes together, and how often one round writes and looks.
+EPOCHS_TELL_S_MAX: Final = 5.0
+EPOCHS_TRIES_MAX: Final = 4
 # Namespaces, each in one epoch, of which is known whose they are; how often that is written.
 ROOTS_MAX: Final = 65_536
 ROOTS_SAVE_S: Final = 1.0

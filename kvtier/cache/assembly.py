@@ -21,7 +21,6 @@ from kvtier.cache.fill import Fill, Filler
 from kvtier.cache.load import LoadContext
 from kvtier.cache.loads import Loads
 from kvtier.cache.lookup import Lookup
-from kvtier.cache.opener import save_epochs_everywhere
 from kvtier.cache.pins import KeptKeys
 from kvtier.cache.plans import OpenPlans
 from kvtier.cache.prefetch import Prefetcher
@@ -107,7 +106,7 @@ def make_medium(given: Given) -> Medium:
     shapes, counters = Shapes(KnownCodecs(store)), Counters((Tier.DRAM, Tier.DISK, Tier.REMOTE))
     for name in config.codecs:
         shapes.codecs.get(name)
-    epochs, rooms = Epochs(len(paths)), Rooms(counters[Tier.DRAM])
+    epochs, rooms = Epochs(len(paths), len(config.remotes)), Rooms(counters[Tier.DRAM])
     roots = Roots(epochs, len(paths), lambda: _held_roots(dram, rooms))
     policy = policies.load(config.policy)
     choices = disk_choices(config.disk) if config.disk else None
@@ -123,8 +122,10 @@ def make_medium(given: Given) -> Medium:
     if config.disk is not None and choices is not None:
         files = given.files or local_files(arena)
         rooms.disk = DiskRoom(config.disk, choices, files, *work, epochs, roots)
+    loads = Loads()
     if opened:
-        rooms.remote = RemoteRoom(opened, config.codec, *work)
+        raised = partial(loads.end_stale, roots)
+        rooms.remote = RemoteRoom(opened, config.codec, *work, epochs, len(paths), raised)
     events = EventFeed(lock, epochs, roots.root) if config.events else None
     medium = Medium(
         lock=lock,
@@ -137,7 +138,7 @@ def make_medium(given: Given) -> Medium:
         kept=kept,
         rooms=rooms,
         executor=executor,
-        loads=Loads(),
+        loads=loads,
         plans=OpenPlans(),
     )
     dram.index.watch(medium.log, Tier.DRAM)
@@ -206,8 +207,13 @@ def make_desks(given: Given, medium: Medium) -> Desks:
 
 
 def _make_tenancy(given: Given, medium: Medium) -> Tenancy:
-    disk = medium.rooms.disk
-    openers = disk.openers if disk is not None else ()
+    disk, room = medium.rooms.disk, medium.rooms.remote
+
+    def raised() -> None:
+        medium.loads.end_stale(medium.roots)
+        if room is not None:
+            room.doubt()
+
     tenancy = make_tenancy(
         given.config,
         medium.lock,
@@ -216,10 +222,10 @@ def _make_tenancy(given: Given, medium: Medium) -> Tenancy:
         (medium.dram, medium.kept),
         (disk.tier, disk.kept) if disk is not None else None,
         medium.rooms.writeout,
-        medium.rooms.remote,
+        room,
         left_disk=disk.left if disk is not None else lambda _: None,
-        end_loads=lambda: medium.loads.end_stale(medium.roots),
-        save=lambda: save_epochs_everywhere(openers),
+        end_loads=raised,
+        save=medium.rooms.save_epochs,
     )
     if disk is not None:
         disk.writeout.quotas = tenancy.quotas

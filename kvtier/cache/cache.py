@@ -60,7 +60,7 @@ class Cache:
     ) -> None:
         """Map and touch the arena (about a second per 4 GiB) and begin to open the disk.
 
-        Waits for the disk's epochs, at most a second where it does not answer. Raises
+        Waits for the epochs of disk and remotes, a second or two where they do not answer. Raises
         ``ConfigError`` for settings that cannot be, ``RegistryError`` for an unknown policy or
         codec. A disk or remote that cannot be used is no error: it is tried again.
         ``files`` stands in for the operating system's file system, ``connect`` opens remotes,
@@ -85,8 +85,7 @@ class Cache:
         medium.executor.start()
         if desks.cost_keeper is not None:
             desks.cost_keeper.start()
-        for opener in self._rooms.disk.openers if self._rooms.disk is not None else ():
-            opener.wait_for_epochs()
+        self._rooms.await_epochs()
 
     @property
     def arena(self) -> memoryview:
@@ -274,9 +273,9 @@ class Cache:
     def invalidate(self, namespace: Namespace) -> int:
         """Make everything stored under a namespace unreachable, at once; return the new epoch.
 
-        Loads under way come to nothing. Blocks while the epoch is written to disk. Raises
-        ``TierUnavailableError`` when it could not be: then it holds for this process, and is
-        written when the disk comes back.
+        Loads under way come to nothing. Blocks while directories and remotes are told; see
+        ``Tenants.delete``. Raises ``TierUnavailableError`` when one could not be: then it holds
+        for this process, and is told when that one comes back.
         """
         return self.tenants.invalidate(namespace)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from kvtier.constants import EPOCHS_MAX
@@ -10,26 +10,36 @@ from kvtier.constants import EPOCHS_MAX
 
 @dataclass(frozen=True, slots=True)
 class EpochSnapshot:
-    """All epochs above the floor, the floor under all others, and which state this is."""
+    """All epochs above the floor, the floor under all others, and which state this is.
+
+    ``owed`` is what some remote has not been told of; an empty digest stands for the floor.
+    """
 
     epochs: dict[bytes, int]
     floor: int
     version: int
+    owed: frozenset[bytes] = frozenset()
 
 
 class Epochs:
     """Epochs by the digest of a namespace (at epoch 0) or tenant. Never decrease.
 
-    Used under the cache's lock. Each of ``keepers`` media keeps all of them, so that any one of
-    them can be lost. At most ``EPOCHS_MAX`` stand above the floor: the next one raises the floor
-    above them all, which makes everything unreachable that is stored. An epoch that were dropped
-    instead could bring back what was declared stale.
+    Used under the cache's lock. Each keeper, a directory or after those a remote, keeps all of
+    them, so that any one of them can be lost. At most ``EPOCHS_MAX`` stand above the floor: the
+    next one raises the floor above them all, which makes everything unreachable that is stored. An
+    epoch that were dropped instead could bring back what was declared stale.
+
+    Directories also keep what remotes are owed. So what was raised here while a remote was away is
+    above what that knows, even if this process ends before it is told.
     """
 
-    def __init__(self, keepers: int = 1) -> None:
+    def __init__(self, directories: int = 1, remotes: int = 0) -> None:
         self._epochs: dict[bytes, int] = {}
         self._floor = 0
         self._version = 0
+        # Where there is no remote, everything is owed to the first one there will be.
+        keepers = directories + max(1, remotes)
+        self._directories = directories
         self._kept = [0] * keepers
         # What was raised here since a medium was last read or written; None stands for the floor.
         self._advanced: list[set[bytes | None]] = [set() for _ in range(keepers)]
@@ -42,6 +52,10 @@ class Epochs:
     def unsaved(self, keeper: int) -> bool:
         """Tell whether a medium keeps less than is known here."""
         return self._kept[keeper] != self._version
+
+    def owes(self, keeper: int) -> bool:
+        """Tell whether a medium has not been told of what was raised here."""
+        return bool(self._advanced[keeper])
 
     def get(self, digest: bytes) -> int:
         """Return a namespace's or tenant's present epoch; 0 until it was first raised."""
@@ -78,13 +92,22 @@ class Epochs:
         known_there = stored == self._epochs and floor == self._floor
         self._kept[keeper] = self._version if known_there else -1
 
+    def owe(self, owed: Collection[bytes]) -> None:
+        """Take in what remotes had not been told of when a directory was last written."""
+        before = self._owed()
+        for advanced in self._advanced[self._directories :]:
+            advanced.update(digest or None for digest in owed)
+        if self._owed() != before:
+            self._version += 1
+
     def snapshot(self) -> EpochSnapshot:
         """Return everything as it is now."""
-        return EpochSnapshot(dict(self._epochs), self._floor, self._version)
+        return EpochSnapshot(dict(self._epochs), self._floor, self._version, self._owed())
 
     def saved(self, keeper: int, snapshot: EpochSnapshot) -> None:
         """Note that a medium keeps a snapshot."""
         self._kept[keeper] = snapshot.version
+        owed = self._owed()
         self._advanced[keeper] = {
             advanced
             for advanced in self._advanced[keeper]
@@ -94,6 +117,12 @@ class Epochs:
                 else max(snapshot.epochs.get(advanced, 0), snapshot.floor) != self.get(advanced)
             )
         }
+        if self._owed() != owed:
+            self._version += 1  # For the directories, which keep that too.
+
+    def _owed(self) -> frozenset[bytes]:
+        remotes = self._advanced[self._directories :]
+        return frozenset(digest or b"" for digest in set[bytes | None]().union(*remotes))
 
     def _bound(self) -> None:
         """With too much above the floor, raise it above everything."""

@@ -146,7 +146,7 @@ class VolumeOpener:
                 snapshot = self._epochs.snapshot()
             if not self._files.attached():
                 raise DirectoryLostError(self._files.root)
-            save_epochs(self._files.root, snapshot.epochs, snapshot.floor)
+            save_epochs(self._files.root, snapshot.epochs, snapshot.floor, snapshot.owed)
             with self._lock:
                 self._epochs.saved(self._volume.number, snapshot)
 
@@ -166,6 +166,7 @@ class VolumeOpener:
         number = self._volume.number
         early = load_epochs(self._files.root)
         with self._lock:
+            self._epochs.owe(early.owed)
             self._epochs.merge(number, early.epochs, early.floor)
         self._epochs_known.set()
         found = self._files.open()
@@ -173,11 +174,12 @@ class VolumeOpener:
             # Now nobody else writes here.
             stored = load_epochs(self._files.root)
             with self._lock:
+                self._epochs.owe(stored.owed)
                 self._epochs.merge(number, stored.epochs, stored.floor)
                 snapshot = self._epochs.snapshot()
                 unsaved = self._epochs.unsaved(number)
             if unsaved or stored.damaged:
-                save_epochs(self._files.root, snapshot.epochs, snapshot.floor)
+                save_epochs(self._files.root, snapshot.epochs, snapshot.floor, snapshot.owed)
             with self._lock:
                 self._epochs.saved(number, snapshot)
         roots = load_roots(self._files.root)

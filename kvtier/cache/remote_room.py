@@ -11,8 +11,10 @@ from functools import partial
 from typing import NamedTuple
 
 from kvtier.admission.budget import Budgeted, WriteBudget
+from kvtier.cache.epochs import Epochs
 from kvtier.cache.executor import Executor
 from kvtier.cache.match import Ready
+from kvtier.cache.remote_epochs import RemoteEpochs, await_remotes, tell_last, tell_remotes
 from kvtier.cache.remote_source import Remote
 from kvtier.cache.remotes import Remotes
 from kvtier.cache.shapes import Shapes
@@ -20,7 +22,7 @@ from kvtier.cache.state_log import StateLog
 from kvtier.cache.upload import Uploader
 from kvtier.config import RemoteConfig
 from kvtier.constants import REMOTE_CAPACITY_BYTES
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, TierUnavailableError
 from kvtier.interfaces import AdmissionPolicy, Clock, Connector
 from kvtier.keys import shard_key
 from kvtier.obs.counters import Counters
@@ -50,8 +52,14 @@ class RemoteRoom:
         counters: Counters,
         clock: Clock,
         shapes: Shapes,
+        epochs: Epochs,
+        directories: int,
+        raised: Callable[[], None],
     ) -> None:
-        """``codec`` is the cache's own; see ``Remotes``."""
+        """``codec`` is the cache's own; see ``Remotes``, and ``RemoteEpochs`` for ``raised``.
+
+        ``directories`` keep the same epochs, and come before the remotes among the keepers.
+        """
         self._counters = counters
         self._clock = clock
         self._log = StateLog(", ".join(each.scheme for each in opened), "remote")
@@ -67,6 +75,30 @@ class RemoteRoom:
             for remote, each in zip(remotes, opened, strict=True)
         ]
         self.remotes = Remotes(remotes, executor, lock, clock, shapes, codec)
+        self._lock = lock
+        self._epochs = [
+            RemoteEpochs(remote, directories + number, epochs, lock, clock, raised)
+            for number, remote in enumerate(remotes)
+        ]
+        self._closed = False
+
+    def await_epochs(self) -> None:
+        """Block until the epochs of all remotes are known, for a bounded time; without the lock."""
+        await_remotes(self._epochs, self._lock)
+
+    def doubt(self) -> None:
+        """Note that an epoch was raised here: what others have raised is to be read again."""
+        for keeper in self._epochs:
+            keeper.doubt()
+
+    def tell(self) -> None:
+        """Tell all remotes of what was raised here; blocks for a bounded time, without the lock.
+
+        Raises ``TierUnavailableError`` where one could not be told.
+        """
+        if self._closed:
+            raise TierUnavailableError("the cache is closed; no remote has been told of the epoch")
+        tell_remotes(self._epochs, self._lock)
 
     def watch(self, events: EventLog | None) -> None:
         """Have told what comes to a remote of ours alone, and what goes."""
@@ -117,17 +149,25 @@ class RemoteRoom:
 
     def tick(self) -> str | None:
         """Start what is due; return what is to be logged."""
+        for keeper in self._epochs:
+            keeper.tick()
         self.remotes.tick()
         self.pump()
         return self._log.line(*self.remotes.state, self._clock.now())
 
     def flush(self) -> None:
-        """From now on write everything, whatever the mode."""
+        """From now on write everything, whatever the mode, and take no epoch any more."""
+        self._closed = True
         for uploader in self._uploaders:
             uploader.flush()
 
     def close(self, timeout_s: float) -> None:
-        """End the connectors; one that hangs is left behind."""
+        """Tell what is still to be told, end the connectors; one that hangs is left behind."""
+        with self._lock:
+            owing = [keeper for keeper in self._epochs if keeper.owing]
+        if owing:
+            timeout_s /= 2
+            tell_last(owing, self._lock, timeout_s)
         for remote in self.remotes.all:
             remote.channel.close(timeout_s)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from kvtier.cache.disk_room import DiskRoom
+from kvtier.cache.opener import save_epochs_everywhere
 from kvtier.cache.remote_room import RemoteRoom
 from kvtier.cache.writeout import Writeout
+from kvtier.errors import TierUnavailableError
 from kvtier.obs.stats import TierCounters
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.types import ChunkKey, Features, KVLayout
@@ -30,6 +32,36 @@ class Rooms:
     def writeout(self) -> Writeout | None:
         """What goes to disk, if there is a disk."""
         return self.disk.writeout if self.disk is not None else None
+
+    def await_epochs(self) -> None:
+        """Block until the epochs below are known, for a bounded time; without the lock."""
+        if self.remote is not None:
+            self.remote.await_epochs()
+        for opener in self.disk.openers if self.disk is not None else ():
+            opener.wait_for_epochs()
+
+    def save_epochs(self) -> None:
+        """Have the present epochs kept by every directory, then by every remote; blocks.
+
+        Without the lock. Raises ``TierUnavailableError``, which tells all who could not, once all
+        have been tried.
+        """
+        problems: list[TierUnavailableError] = []
+        for save in (self._save_to_disk, self._tell_remotes):
+            try:
+                save()
+            except TierUnavailableError as error:
+                problems.append(error)
+        if problems:
+            raise TierUnavailableError("; ".join(map(str, problems))) from problems[0]
+
+    def _save_to_disk(self) -> None:
+        if self.disk is not None:
+            save_epochs_everywhere(self.disk.openers)
+
+    def _tell_remotes(self) -> None:
+        if self.remote is not None:
+            self.remote.tell()
 
     def spread(self, key: ChunkKey, layout: KVLayout) -> None:
         """Offer a chunk that has come up to every tier that may lack it."""

@@ -20,8 +20,9 @@ from kvtier.types import Namespace
 class Tenants:
     """Any thread may call; takes the cache's lock.
 
-    ``end_loads`` ends, under the lock, every load of an earlier epoch; ``save`` writes the present
-    epochs to every directory, blocks, and raises ``TierUnavailableError``.
+    ``end_loads`` ends, under the lock, every load of an earlier epoch, and doubts the remotes;
+    ``save`` has every directory and remote keep the present epochs, blocks, and raises
+    ``TierUnavailableError``.
     """
 
     def __init__(
@@ -63,10 +64,13 @@ class Tenants:
 
         Holds for all of its namespaces, whatever the weights or adapter, and survives a crash once
         this has returned; the bytes are given back soon after. What the tenant stores from now on
-        is a new beginning. Loads under way come to nothing. Blocks while the epoch is written to
-        disk. Raises ``ConfigError`` for the empty salt, and ``TierUnavailableError`` when the
-        epoch could not be written: then it holds for this process, and is written when the disk
-        comes back.
+        is a new beginning. Loads under way come to nothing. Other hosts learn it through the
+        remotes that they share with this one, ``EPOCHS_READ_S`` after this has returned and one
+        answer of the remote later at the latest. Blocks while the epoch is written to disk, then
+        up to ``EPOCHS_TELL_S_MAX`` seconds for the remotes. Raises ``ConfigError`` for the empty
+        salt, and ``TierUnavailableError``, which says who, when a directory could not keep the
+        epoch or a remote could not be told: then it holds for this process, and is written and
+        told when that one comes back.
         """
         return self._raise(lambda: self._roots.advance_tenant(salt))
 

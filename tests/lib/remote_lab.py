@@ -14,6 +14,7 @@ from typing import Any
 
 from kvtier.cache.cache import Cache
 from kvtier.cache.match import Pending, Ready
+from kvtier.cache.remote_epochs import EPOCH_KEYS
 from kvtier.config import CacheConfig, DiskConfig, RemoteConfig
 from kvtier.errors import ConnectorError
 from kvtier.interfaces import Clock, Connector, ReadOutcome
@@ -44,7 +45,8 @@ from tests.lib.cache_setup import (
 class ToyRemote:
     """A connector over memory. ``twist`` turns an operation's answer into another one, or raises.
 
-    An operation in ``held`` waits, before it does anything, until ``release``.
+    An operation in ``held`` waits, before it does anything, until ``release``. What is done with
+    records of epochs is an operation of its own, ``epochs``, whatever it is.
     """
 
     def __init__(self) -> None:
@@ -74,23 +76,32 @@ class ToyRemote:
         """Keys that an operation was called for."""
         return sum(count for name, count in self.batches if name == operation)
 
+    def put_epochs(self, *copies: bytes) -> None:
+        """Somebody else writes records of epochs, the same or one for each copy."""
+        for key, copy in zip(EPOCH_KEYS, copies * 2, strict=False):
+            self.put(key, copy)
+
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return await self._answer("contains", len(keys), lambda: self.store.contains(keys))
 
     async def read(
         self, requests: Sequence[ReadRequest], into: Sequence[memoryview]
     ) -> list[ReadOutcome]:
-        return await self._answer("read", len(requests), lambda: self.store.read(requests, into))
+        operation = self._operation("read", [request.key for request in requests])
+        return await self._answer(operation, len(requests), lambda: self.store.read(requests, into))
 
     async def write(self, items: Sequence[WriteItem]) -> list[ConnectorError | None]:
         async def write() -> list[ConnectorError | None]:
-            self.written += [item.key for item in items]
+            if operation == "write":
+                self.written += [item.key for item in items]
             return [None for _ in items] if self.loses else await self.store.write(items)
 
-        return await self._answer("write", len(items), write)
+        operation = self._operation("write", [item.key for item in items])
+        return await self._answer(operation, len(items), write)
 
     async def delete(self, keys: Sequence[bytes]) -> None:
-        await self._answer("delete", len(keys), lambda: self.store.delete(keys))
+        operation = self._operation("delete", keys)
+        await self._answer(operation, len(keys), lambda: self.store.delete(keys))
 
     async def close(self) -> None:
         self.closed = True
@@ -100,6 +111,9 @@ class ToyRemote:
         self.twist.get("list", lambda _: None)(None)
         async for info in self.store.list(prefix):
             yield info
+
+    def _operation(self, name: str, keys: Sequence[bytes]) -> str:
+        return "epochs" if set(keys) <= set(EPOCH_KEYS) else name
 
     async def _answer(self, operation: str, count: int, work: Callable[[], Any]) -> Any:
         self.calls[operation] += 1
@@ -114,10 +128,10 @@ class ToyRemote:
             self._changed.wait_for(lambda: operation not in self.held)
 
     def objects(self) -> dict[bytes, bytes]:
-        """What lies there; a copy."""
+        """What lies there beside records of epochs; a copy."""
 
         async def gather() -> dict[bytes, bytes]:
-            infos = [info async for info in self.store.list(b"")]
+            infos = [info async for info in self.store.list(b"") if info.key not in EPOCH_KEYS]
             requests = [ReadRequest(info.key, 0, info.nbytes) for info in infos]
             buffers = [bytearray(info.nbytes) for info in infos]
             await self.store.read(requests, [memoryview(buffer) for buffer in buffers])

@@ -94,7 +94,9 @@ def test_a_chunk_that_is_written_again_is_not_deleted_after_it() -> None:
 
 
 def tier(clock: FakeClock) -> RemoteTier:
-    return RemoteTier(0, clock, random.Random(1), ttl_s=60.0, absent_s=2.0)
+    books = RemoteTier(0, clock, random.Random(1), ttl_s=60.0, absent_s=2.0)
+    books.epochs_known = True
+    return books
 
 
 def test_a_sole_writer_knows_without_asking_once_it_has_listed() -> None:

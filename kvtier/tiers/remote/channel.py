@@ -157,17 +157,34 @@ class Channel:
 
     async def probe(self) -> None:
         """Find out whether the remote answers at all, a lookup and a read."""
-        request, page = ReadRequest(_PROBE_KEY, 0, 1), memoryview(bytearray(1))
-        for kind, payload in ((_Kind.CONTAINS, [_PROBE_KEY]), (_Kind.READ, (request, page))):
-            job = _Job(payload, 1, math.inf, self._future())
-            call = self._loop.create_task(self._sent_boundary(kind, [job]))
-            await asyncio.wait({call}, timeout=self._deadline_s)
-            if not call.done():
-                call.cancel()
-                raise ConnectorTimeoutError("no answer in time")
-            (outcome,) = call.result()
-            if isinstance(outcome, ConnectorError):
-                raise outcome
+        await self._alone(_Kind.CONTAINS, [_PROBE_KEY])
+        await self.fetch(_PROBE_KEY, 1)
+
+    async def fetch(self, key: bytes, nbytes_max: int) -> bytes | None:
+        """Return the start of an object, beside all that waits; None where there is none."""
+        data = bytearray(nbytes_max)
+        request = ReadRequest(key, 0, nbytes_max)
+        count: int | None = await self._alone(_Kind.READ, (request, memoryview(data)))
+        return None if count is None else bytes(data[:count])
+
+    async def put(self, key: bytes, data: bytes) -> None:
+        """Store a small object, beside all that waits."""
+        await self._alone(_Kind.WRITE, WriteItem(key, memoryview(data)))
+
+    async def _alone(self, kind: _Kind, payload: Any) -> Any:
+        """Make a call with one job; when it is overdue, it is given up: its memory is ours."""
+        if self._closing:
+            raise ConnectorUnavailableError("the remote is being closed")
+        job = _Job(payload, 1, math.inf, self._future())
+        call = self._loop.create_task(self._sent_boundary(kind, [job]))
+        await asyncio.wait({call}, timeout=self._deadline_s)
+        if not call.done():
+            call.cancel()
+            raise ConnectorTimeoutError("no answer in time")
+        (outcome,) = call.result()
+        if isinstance(outcome, ConnectorError):
+            raise outcome
+        return outcome
 
     async def listing(self, prefix: bytes, objects_max: int) -> list[KeyInfo]:
         """Return what is there. Raises ``ConnectorRefusedError`` beyond ``objects_max``."""

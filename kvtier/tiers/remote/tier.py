@@ -43,6 +43,7 @@ class RemoteTier:
         self.holdings: Holdings | None = None
         self.breaker = Breaker(draws)
         self.late_count = 0  # Reads that are overdue and have not ended.
+        self.epochs_known = False  # What was raised by others has been read.
         self.refusing = ""  # Why it takes no writes although it answers; empty: it does.
         self._clock = clock
         self._asked = Asked(there_s=ttl_s, absent_s=absent_s, chunks_max=REMOTE_KNOWN_CHUNKS_MAX)
@@ -51,8 +52,11 @@ class RemoteTier:
 
     @property
     def answers(self) -> bool:
-        """True when requests may ask it now: its breaker is closed and few answers are overdue."""
-        return self.breaker.closed and self.late_count < LATE_JOBS_MAX
+        """True when requests may ask it now.
+
+        Its breaker is closed, its epochs are known and few answers are overdue.
+        """
+        return self.breaker.closed and self.epochs_known and self.late_count < LATE_JOBS_MAX
 
     @property
     def writable(self) -> bool:
@@ -67,6 +71,8 @@ class RemoteTier:
             return breaker.word, f"{breaker.detail}; breaker {breaker.state.value}"
         if self.late_count >= LATE_JOBS_MAX:
             return "slow", f"{self.late_count} answers are overdue; breaker closed"
+        if not self.epochs_known:
+            return "opening", self.breaker.detail or "reading its epochs"
         if self.refusing:
             return "full", self.refusing
         if self.holdings is not None and not self.holdings.listed:
