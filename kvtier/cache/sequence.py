@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 from collections.abc import Iterable
 
-from kvtier.constants import DIGEST_BYTES, TOKEN_BYTES
+from kvtier.constants import DIGEST_BYTES, PIN_S_MAX, TOKEN_BYTES, TTL_S_MAX
 from kvtier.errors import ConfigError
 from kvtier.keys import encode_tokens, extend_chain
 from kvtier.obs.events import Content, EventLog
@@ -30,8 +30,13 @@ class Sequence:
     ) -> None:
         """Start an empty sequence. ``root`` is the namespace's digest at its current epoch.
 
-        With ``keep_tokens`` it can tell what its complete chunks stand for.
+        With ``keep_tokens`` it can tell what its complete chunks stand for. Raises ``ConfigError``
+        for a root or a time of the features that cannot be.
         """
+        for name, seconds_max in (("ttl_s", TTL_S_MAX), ("pin_s", PIN_S_MAX)):
+            seconds = getattr(features, name)
+            if not 0 <= seconds <= seconds_max:  # Not a number is neither.
+                raise ConfigError(f"{name} = {seconds!r}: allowed is 0 to {seconds_max:g}")
         if len(root) != DIGEST_BYTES:
             raise ConfigError(f"root has {len(root)} bytes; a namespace digest has {DIGEST_BYTES}")
         self._namespace = namespace

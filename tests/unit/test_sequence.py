@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 
 import pytest
@@ -55,6 +56,14 @@ def test_the_parent_of_a_chunk_is_the_chunk_before_it() -> None:
     for index in (-1, 3):
         with pytest.raises(AssertionError):
             sequence.entry_parent(index)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf, 1e300])
+@pytest.mark.parametrize("name", ["ttl_s", "pin_s"])
+def test_a_time_that_cannot_be_is_refused(name: str, seconds: float) -> None:
+    """Not a number in the order of ends would keep all other chunks from ever leaving."""
+    with pytest.raises(ConfigError, match=name):
+        Sequence(NAMESPACE, ROOT, features=Features(**{name: seconds}))
 
 
 def test_a_bad_token_adds_nothing() -> None:
