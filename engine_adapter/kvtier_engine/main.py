@@ -67,6 +67,8 @@ def serve(arguments: Sequence[str]) -> int:
                 from kvtier_engine.serve import build
             except ImportError as error:
                 raise import_problem(error, "kvtier-serve") from error
+        # An interrupt that came meanwhile does not wait for the model.
+        with _interrupts():
             server = build(settings)
         run_server(server, listener, _say)
     return EXIT_OK

@@ -23,7 +23,7 @@ from tests.lib.reference import token_ids
 
 PROGRAM = Path(sys.executable).with_name("kvtier-serve")
 START_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 120.0
 REQUEST_TIMEOUT_S = 120.0
 STATE_TIMEOUT_S = 45.0
 POLL_S = 0.02

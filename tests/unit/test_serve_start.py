@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -11,6 +16,7 @@ from kvtier.errors import ConfigError, KVTierError
 from kvtier.testing.engine_double import wait_until
 from kvtier_engine.api.errors import ApiError
 from kvtier_engine.api.limits import QUEUED_SEQUENCES_MAX
+from kvtier_engine.main import serve
 from kvtier_engine.program import banner
 from tests.lib.tiny_llama import tiny_config, tiny_tensors, write_folder
 from tests.lib.tiny_server import made
@@ -97,3 +103,21 @@ def test_names_and_identities_can_be_declared(folder: Path) -> None:
     plain = made(folder, "--no-cache")
     assert plain.model.name == folder.name
     assert len(plain.model.weights_id) == 64
+
+
+def test_an_interrupt_that_an_import_ignores_does_not_wait_for_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built = []
+
+    class Importing(ModuleType):
+        @property
+        def build(self) -> Callable[[object], None]:
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            return built.append
+
+    monkeypatch.setitem(sys.modules, "kvtier_engine.serve", Importing("kvtier_engine.serve"))
+    with pytest.raises(KeyboardInterrupt):
+        serve(["--port=0"])
+    assert built == []
