@@ -56,6 +56,11 @@ class DataPlane:
         return len(self._sessions)
 
     @property
+    def sessions(self) -> Collection[Session]:
+        """Whose connections are open now."""
+        return self._sessions
+
+    @property
     def draining(self) -> bool:
         """True once it has begun to stop."""
         return self._draining
@@ -138,12 +143,12 @@ class DataPlane:
     async def _look_after(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_S)
-            self.look(self._sessions)
+            self.look()
 
-    def look(self, sessions: Collection[Session]) -> None:
+    def look(self) -> None:
         """End connections that stall in a frame, never say who they are, or want nothing."""
         now_s = self.clock.now()
-        for session in list(sessions):
+        for session in list(self._sessions):
             link = session.link
             silent_s = now_s - link.received_s
             if link.stalled(now_s) or (not session.welcomed and silent_s > WIRE_STALL_S_MAX):

@@ -79,8 +79,9 @@ class Filling:
         self.data = slot[: -len(_BEHIND)]
 
     def commit(self) -> None:
-        """Let readers have the object."""
-        self._slot[-len(_BEHIND) :] = _BEHIND
+        """Let readers have the object. Does nothing after ``abort``."""
+        if self._plan is not None:
+            self._slot[-len(_BEHIND) :] = _BEHIND
         self._end(ok=True)
 
     def abort(self) -> None:
