@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +22,9 @@ _log = logging.getLogger("kvtier.cost")
 #: The file beside a disk tier's chunks.
 FILE: Final = "costs.json"
 _VERSION: Final = 1
+#: What no measurement is beyond; lines through such points would be beyond what a float can hold.
+_LEAST: Final = 1e-18
+_MOST: Final = 1e18
 
 PointList = list[tuple[float, float]]
 T = TypeVar("T")
@@ -77,7 +79,14 @@ def load(path: Path) -> Kept:
         return Kept()
     try:
         return _parsed(data)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         _log.info("%s is not used: %s", path, error)
         return Kept()
 
@@ -106,13 +115,13 @@ def _points(values: Any) -> PointList:
     if len(values) > COST_SHAPE_POINTS_MAX:
         raise ValueError("too many points")
     points = [(_number(x), _number(y)) for x, y in values]
-    if not all(x > 0 and y > 0 for x, y in points):
+    if not all(_LEAST < x and _LEAST < y for x, y in points):
         raise ValueError("a point is not above zero")
     return points
 
 
 def _number(value: Any) -> float:
     number = float(value)
-    if not math.isfinite(number) or number < 0:
+    if not 0 <= number < _MOST:  # Not a number is neither.
         raise ValueError(f"{value!r} is no measurement")
     return number
