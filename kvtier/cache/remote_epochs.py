@@ -120,6 +120,10 @@ class RemoteEpochs:
             self._queued = self._latest = self._channel.submit(self._round())
         return self._queued
 
+    def first(self) -> Future[Fault | None]:
+        """Begin a round, unless there has been one; return what the latest comes to."""
+        return self._latest if self._latest is not None else self.begin()
+
     async def _round(self) -> None:
         async with self._turn:
             with self._lock:
@@ -226,7 +230,7 @@ def tell_remotes(keepers: Sequence[RemoteEpochs], lock: threading.Lock) -> None:
     """
     untold = [
         f"remote {number} has not been told of the epoch and is when it is back: {why}"
-        for number, why in _rounds(keepers, lock, EPOCHS_TELL_S_MAX)
+        for number, why in _failed(keepers, _begun(keepers, lock), EPOCHS_TELL_S_MAX)
     ]
     if untold:
         raise TierUnavailableError("; ".join(untold))
@@ -234,21 +238,26 @@ def tell_remotes(keepers: Sequence[RemoteEpochs], lock: threading.Lock) -> None:
 
 def await_remotes(keepers: Sequence[RemoteEpochs], lock: threading.Lock) -> None:
     """Block until every remote's epochs have been read, for a bounded time."""
-    _rounds(keepers, lock, EPOCHS_WAIT_S_MAX)
+    with lock:
+        begun = [keeper.first() for keeper in keepers]
+    _failed(keepers, begun, EPOCHS_WAIT_S_MAX)
 
 
 def tell_last(keepers: Sequence[RemoteEpochs], lock: threading.Lock, timeout_s: float) -> None:
     """Try once more at the end; what is not told by then a directory keeps for the next start."""
-    for number, why in _rounds(keepers, lock, timeout_s):
+    for number, why in _failed(keepers, _begun(keepers, lock), timeout_s):
         _log.warning("remote %d has not been told of an epoch: %s", number, why)
 
 
-def _rounds(
-    keepers: Sequence[RemoteEpochs], lock: threading.Lock, timeout_s: float
-) -> list[tuple[int, str]]:
-    """Have each do a round; return which came to nothing in time, and why."""
+def _begun(keepers: Sequence[RemoteEpochs], lock: threading.Lock) -> Sequence[Future[Fault | None]]:
     with lock:
-        begun = [keeper.begin() for keeper in keepers]
+        return [keeper.begin() for keeper in keepers]
+
+
+def _failed(
+    keepers: Sequence[RemoteEpochs], begun: Sequence[Future[Fault | None]], timeout_s: float
+) -> list[tuple[int, str]]:
+    """Wait for a round of each; return which came to nothing in time, and why."""
     end = time.monotonic() + timeout_s
     failed: list[tuple[int, str]] = []
     for keeper, future in zip(keepers, begun, strict=True):

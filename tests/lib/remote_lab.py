@@ -129,9 +129,15 @@ class ToyRemote:
 
     def objects(self) -> dict[bytes, bytes]:
         """What lies there beside records of epochs; a copy."""
+        return {key: data for key, data in self._all().items() if key not in EPOCH_KEYS}
 
+    def epochs(self) -> dict[bytes, bytes]:
+        """The records of epochs that lie there; a copy."""
+        return {key: data for key, data in self._all().items() if key in EPOCH_KEYS}
+
+    def _all(self) -> dict[bytes, bytes]:
         async def gather() -> dict[bytes, bytes]:
-            infos = [info async for info in self.store.list(b"") if info.key not in EPOCH_KEYS]
+            infos = [info async for info in self.store.list(b"")]
             requests = [ReadRequest(info.key, 0, info.nbytes) for info in infos]
             buffers = [bytearray(info.nbytes) for info in infos]
             await self.store.read(requests, [memoryview(buffer) for buffer in buffers])

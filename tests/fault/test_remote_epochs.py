@@ -1,0 +1,568 @@
+"""Epochs over a remote: what one host invalidates, no other host serves for long, or ever again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.cache import remote_epochs as module
+from kvtier.cache.cache import Cache
+from kvtier.cache.remote_epochs import EPOCH_KEYS
+from kvtier.clock import SystemClock
+from kvtier.config import CacheConfig, RemoteConfig
+from kvtier.constants import (
+    BREAKER_FAILURES_MAX,
+    EPOCHS_MAX,
+    EPOCHS_READ_S,
+    EPOCHS_RETRY_S,
+    EPOCHS_WAIT_S_MAX,
+)
+from kvtier.errors import (
+    ConnectorDataError,
+    ConnectorRefusedError,
+    ConnectorUnavailableError,
+    TierUnavailableError,
+)
+from kvtier.keys import namespace_digest
+from kvtier.testing.clock import FakeClock
+from kvtier.testing.engine_double import EngineDouble, wait_until
+from kvtier.tiers.epoch_record import decode_epochs, encode_epochs
+from kvtier.types import MissReason, Namespace, Tier
+from tests.lib.cache_setup import LAYOUT, NAMESPACE, begun, tier_stats
+from tests.lib.remote_lab import (
+    RemoteLab,
+    quiet,
+    remote_counters,
+    remote_lab,
+    tokens_of,
+    uploaded,
+)
+
+FIVE = tokens_of(5)
+DIGEST = namespace_digest(NAMESPACE)
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[RemoteLab]:
+    with remote_lab(tmp_path) as lab:
+        yield lab
+
+
+def found(engine: EngineDouble) -> int:
+    return engine.match(engine.sequence(FIVE)).tokens
+
+
+def stored(engine: EngineDouble) -> None:
+    assert engine.store(engine.sequence(FIVE))
+    uploaded(engine)
+
+
+def copies(lab: RemoteLab) -> list[bytes | None]:
+    """What lies in the remote of epochs."""
+    return [lab.remote.epochs().get(key) for key in EPOCH_KEYS]
+
+
+def told(lab: RemoteLab) -> int:
+    """The epoch of the namespace as both copies in the remote have it; 0: they do not agree."""
+    first, second = copies(lab)
+    record = decode_epochs(first or b"")
+    if record.damaged or first != second:
+        return 0
+    return max(record.epochs.get(DIGEST, 0), record.floor)
+
+
+def state(engine: EngineDouble) -> str:
+    return tier_stats(engine.cache, Tier.REMOTE).state
+
+
+def known(engine: EngineDouble) -> None:
+    wait_until(lambda: state(engine) == "ok", f"it does not come back: {state(engine)}")
+
+
+def in_time(clock: FakeClock, condition: Callable[[], bool], what: str) -> None:
+    """Let interval after interval go by until ``condition`` holds."""
+
+    def holds() -> bool:
+        clock.advance(EPOCHS_READ_S)
+        return condition()
+
+    wait_until(holds, what)
+
+
+def reads_on(lab: RemoteLab, clock: FakeClock, seconds: float = EPOCHS_READ_S) -> None:
+    """Let the time of the next round come, and wait until it has begun and ended."""
+    before = lab.remote.calls["epochs"]
+    clock.advance(seconds)
+    wait_until(lambda: lab.remote.calls["epochs"] >= before + 2, "it is not read again")
+
+
+def away(lab: RemoteLab, error: Exception | None = None) -> None:
+    def fail(_: Any) -> Any:
+        raise error or ConnectorUnavailableError("it is away")
+
+    for operation in ("epochs", "contains", "read", "write"):
+        lab.remote.twist[operation] = fail
+
+
+# Two hosts, one remote
+
+
+def test_b11_another_host_stops_within_the_interval_and_never_serves_again(lab: RemoteLab) -> None:
+    clock = FakeClock()
+    ours, theirs = lab.open(), lab.open(clock=clock)
+    stored(ours)
+    assert theirs.load(theirs.match(theirs.sequence(FIVE))).outcome.end_token == len(FIVE)
+    assert ours.cache.invalidate(NAMESPACE) == 1
+    assert found(ours) == 0
+    clock.advance(EPOCHS_READ_S)
+    wait_until(lambda: found(theirs) == 0, "another host goes on serving")
+    assert theirs.store(theirs.sequence(FIVE)), "it begins anew"
+    assert found(theirs) == len(FIVE)
+    assert ours.cache.root(NAMESPACE) == theirs.cache.root(NAMESPACE), "both are of one epoch"
+
+
+def test_b11_a_tenant_that_one_host_ends_is_ended_on_all(lab: RemoteLab) -> None:
+    clock = FakeClock()
+    ours, theirs = lab.open(salt="a9f1"), lab.open(salt="a9f1", clock=clock)
+    stored(ours)
+    assert found(theirs) == len(FIVE)
+    ours.cache.tenants.delete("a9f1")
+    in_time(clock, lambda: found(theirs) == 0, "another host goes on serving")
+
+
+def test_it_is_read_in_the_interval_and_not_between(lab: RemoteLab) -> None:
+    clock = FakeClock()
+    lab.open(clock=clock)
+    first = lab.remote.calls["epochs"]
+    assert first == 2, "both copies, at the start"
+    clock.advance(EPOCHS_READ_S - 0.01)
+    engine = lab.open()  # Its start takes as long as some ticks of the other.
+    lab.close(engine)
+    assert lab.remote.calls["epochs"] == 2 * first
+    reads_on(lab, clock, 0.01)
+    assert copies(lab) == [None, None], "where nothing was raised nothing is written"
+
+
+def test_b11_a_load_under_way_on_another_host_comes_to_nothing(lab: RemoteLab) -> None:
+    clock = FakeClock()
+    stored(lab.open())
+    theirs = lab.open(clock=clock)
+    lab.remote.hold("read")
+    loading = begun(theirs, FIVE)
+    loading.load.poll()
+    lab.engines[0].cache.invalidate(NAMESPACE)
+    in_time(clock, lambda: loading.load.outcome is not None, "it goes on")
+    lab.remote.release()
+    assert theirs.drive(loading).end_token == 0
+    quiet(theirs)
+
+
+def test_b11_a_host_with_an_empty_disk_begins_where_the_others_are(lab: RemoteLab) -> None:
+    ours = lab.open()
+    stored(ours)
+    lab.remote.hold("delete")
+    ours.cache.invalidate(NAMESPACE)
+    fresh = lab.open(disk_chunks=16)
+    assert found(fresh) == 0
+    assert len(lab.remote.objects()) == 5, "although it is all there still"
+    assert fresh.cache.invalidate(NAMESPACE) == 2
+
+
+def test_b11_what_a_disk_alone_knew_is_told_to_the_remote(lab: RemoteLab) -> None:
+    """The remote is new, or was emptied."""
+    ours = lab.open(disk_chunks=16)
+    ours.match(ours.sequence([]))
+    ours.cache.invalidate(NAMESPACE)
+    lab.close(ours)
+    for key in EPOCH_KEYS:
+        lab.remote.drop(key)
+    clock = FakeClock()
+    ours = lab.open(disk_chunks=16, clock=clock)
+    ours.match(ours.sequence([]))
+    in_time(clock, lambda: None not in copies(lab), "it is not told")
+    assert told(lab) >= 1
+
+
+def test_b11_a_store_that_lost_them_is_told_again(lab: RemoteLab) -> None:
+    clock = FakeClock()
+    ours = lab.open(clock=clock)
+    ours.cache.invalidate(NAMESPACE)
+    lab.remote.drop(EPOCH_KEYS[0])
+    in_time(clock, lambda: None not in copies(lab), "one copy is not written again")
+    for key in EPOCH_KEYS:
+        lab.remote.drop(key)
+    in_time(clock, lambda: None not in copies(lab), "they are not written again")
+    assert told(lab) == ours.cache.invalidate(NAMESPACE) - 1 == 1
+
+
+# Races
+
+
+def test_b11_hosts_that_raise_at_once_lose_nothing(lab: RemoteLab) -> None:
+    clock = FakeClock()
+    engines = [lab.open(clock=clock) for _ in range(3)]
+    others = [Namespace(f"weights {n}", LAYOUT) for n in range(len(engines))]
+
+    def raise_all(engine: EngineDouble, own: Namespace) -> None:
+        for namespace in (own, NAMESPACE, own):
+            engine.cache.invalidate(namespace)
+
+    pairs = zip(engines, others, strict=True)
+    threads = [threading.Thread(target=raise_all, args=pair) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    def agree() -> bool:
+        clock.advance(EPOCHS_READ_S)
+        return all(
+            len({engine.cache.root(namespace) for engine in engines}) == 1
+            for namespace in (NAMESPACE, *others)
+        )
+
+    wait_until(agree, "they do not agree")
+    for namespace in others:
+        first, _ = copies(lab)
+        assert first is not None
+        assert decode_epochs(first).epochs[namespace_digest(namespace)] >= 2
+
+
+def test_b11_a_host_that_overwrites_a_raise_is_made_up_for_by_the_next_round(
+    lab: RemoteLab,
+) -> None:
+    clock = FakeClock()
+    ours = lab.open(clock=clock)
+    ours.cache.invalidate(NAMESPACE)
+    lab.remote.put_epochs(encode_epochs({b"x" * 32: 7}, 0))
+    in_time(clock, lambda: told(lab) >= 1, "it stays lost")
+    first, _ = copies(lab)
+    assert first is not None
+    assert decode_epochs(first).epochs[b"x" * 32] == 7, "and theirs is kept"
+
+
+def test_b11_what_was_raised_twice_unknown_to_each_other_is_new_for_both(lab: RemoteLab) -> None:
+    """Each host's first raise, one while it could not reach the remote: not the same epoch."""
+    clock = FakeClock()
+    ours, theirs = lab.open(clock=clock, deadline_s=0.2), lab.open()
+    away(lab)
+    with pytest.raises(TierUnavailableError):
+        ours.cache.invalidate(NAMESPACE)
+    lab.remote.twist.clear()
+    theirs.cache.invalidate(NAMESPACE)
+    stored(theirs)
+    assert found(ours) == 0, "while it has not read anew it asks for nothing"
+    in_time(clock, lambda: told(lab) == 2, "what was raised later is not above")
+    known(ours)
+    assert found(ours) == 0
+
+
+def test_b11_so_it_is_after_a_restart_that_came_between(lab: RemoteLab) -> None:
+    """The disk knows what the remote was not told; another host has reached that number since."""
+    ours, theirs = lab.open(disk_chunks=16, deadline_s=0.2), lab.open()
+    ours.match(ours.sequence([]))
+    away(lab)
+    with pytest.raises(TierUnavailableError, match="remote 0 has not been told"):
+        ours.cache.invalidate(NAMESPACE)
+    lab.close(ours)
+    lab.remote.twist.clear()
+    assert theirs.cache.invalidate(NAMESPACE) == 1
+    stored(theirs)
+    clock = FakeClock()
+    ours = lab.open(disk_chunks=16, clock=clock)
+    ours.match(ours.sequence([]))
+    in_time(clock, lambda: told(lab) == 2, "another host's is taken for what was raised here")
+    assert found(ours) == 0
+
+
+# A remote that is away
+
+
+def test_b11_one_that_is_away_is_told_when_it_is_back(lab: RemoteLab) -> None:
+    clock = FakeClock()
+    ours = lab.open(clock=clock)
+    stored(ours)
+    away(lab)
+    with pytest.raises(TierUnavailableError, match=r"^remote 0 has not been told.*away"):
+        ours.cache.invalidate(NAMESPACE)
+    assert found(ours) == 0, "it holds here"
+    assert copies(lab) == [None, None]
+    lab.remote.twist.clear()
+    in_time(clock, lambda: None not in copies(lab), "it is not told")
+    assert found(lab.open()) == 0
+
+
+def test_b11_one_that_hangs_holds_an_invalidation_up_for_a_bounded_time(
+    lab: RemoteLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "EPOCHS_TELL_S_MAX", 0.1)
+    ours = lab.open(deadline_s=60.0)
+    lab.remote.hold("epochs")
+    with pytest.raises(TierUnavailableError, match="no answer in time"):
+        ours.cache.invalidate(NAMESPACE)
+    assert found(ours) == 0
+    lab.remote.release()
+    wait_until(lambda: None not in copies(lab), "it is not told when it answers")
+    known(ours)
+
+
+def test_b11_it_is_told_at_the_end_if_not_before(lab: RemoteLab) -> None:
+    ours = lab.open(clock=FakeClock())
+    away(lab)
+    with pytest.raises(TierUnavailableError):
+        ours.cache.invalidate(NAMESPACE)
+    lab.remote.twist.clear()
+    lab.close(ours)
+    assert told(lab) == 1
+    with pytest.raises(TierUnavailableError, match="closed"):
+        ours.cache.invalidate(NAMESPACE)
+
+
+def test_one_of_several_that_is_away_keeps_none_from_knowing(lab: RemoteLab) -> None:
+    lab.remotes.append(type(lab.remote)())
+    ours = lab.open()
+    away(lab)
+    with pytest.raises(TierUnavailableError, match=r"^remote 0 "):
+        ours.cache.invalidate(NAMESPACE)
+    assert set(lab.remotes[1].epochs()) == set(EPOCH_KEYS)
+
+
+def test_disk_and_remote_that_are_both_away_are_both_named(lab: RemoteLab) -> None:
+    clock = FakeClock()
+    ours = lab.open(disk_chunks=16, clock=clock)
+    ours.match(ours.sequence([]))
+    obstacle = lab.folder / "disk" / "epochs.new"
+    obstacle.mkdir()
+    away(lab)
+    with pytest.raises(TierUnavailableError, match=r"kept in memory.*; remote 0 has not"):
+        ours.cache.invalidate(NAMESPACE)
+    obstacle.rmdir()
+
+
+def test_a_store_that_takes_no_writes_is_read_and_named(lab: RemoteLab) -> None:
+    """It may be a copy for reading only: what others raise is seen, what is raised here is not."""
+    clock = FakeClock()
+    stored(lab.open())
+
+    theirs = lab.open(clock=clock)
+    lab.remote.put_epochs(encode_epochs({DIGEST: 3}, 0))
+    in_time(clock, lambda: found(theirs) == 0, "it does not learn")
+    refusal = ConnectorRefusedError("for reading only")
+    # The copies are there: only a write is answered with None.
+    lab.remote.twist["epochs"] = lambda answer: [refusal] if answer == [None] else answer
+    with pytest.raises(TierUnavailableError, match="for reading only"):
+        theirs.cache.invalidate(NAMESPACE)
+    assert state(theirs) == "ok", "and it is asked"
+
+
+def test_a_store_that_keeps_what_is_there_is_made_to_forget_it_first(lab: RemoteLab) -> None:
+    """S3 with conditions: equal keys are taken for equal bytes."""
+    ours = lab.open()
+    inner = lab.remote.store.write
+
+    async def keep(items: Any) -> Any:
+        there = await lab.remote.store.contains([item.key for item in items])
+        await inner([item for item, kept in zip(items, there, strict=True) if not kept])
+        return [None for _ in items]
+
+    lab.remote.store.write = keep  # type: ignore[method-assign]
+    assert [ours.cache.invalidate(NAMESPACE) for _ in range(3)] == [1, 2, 3]
+    assert told(lab) == 3
+
+
+def test_a_store_that_loses_what_is_written_is_named(lab: RemoteLab) -> None:
+    ours = lab.open()
+    lab.remote.loses = True
+    with pytest.raises(TierUnavailableError, match="does not stay"):
+        ours.cache.invalidate(NAMESPACE)
+
+
+# The start
+
+
+def test_b11_nothing_of_a_remote_is_served_before_its_epochs_are_known(lab: RemoteLab) -> None:
+    stored(lab.open())
+    lab.remote.hold("epochs")
+    before = SystemClock().now()
+    fresh = lab.open(deadline_s=60.0)
+    assert SystemClock().now() - before < 5 * EPOCHS_WAIT_S_MAX
+    asked = lab.remote.calls["contains"]
+    match = fresh.match(fresh.sequence(FIVE))
+    assert match.tokens == 0
+    fresh.cache.note_admission(match, 0, len(FIVE))
+    assert remote_counters(fresh).miss_tokens == {MissReason.UNAVAILABLE: len(FIVE)}
+    assert lab.remote.calls["contains"] == asked
+    assert state(fresh) == "opening"
+    lab.remote.release()
+    wait_until(lambda: found(fresh) == len(FIVE), "it is not used when they are")
+
+
+def test_a_read_that_fails_once_is_tried_soon(lab: RemoteLab) -> None:
+    clock = FakeClock()
+    stored(lab.open())
+    away(lab)
+    fresh = lab.open(clock=clock)
+    assert found(fresh) == 0
+    lab.remote.twist.clear()
+    in_time(clock, lambda: found(fresh) == len(FIVE), "it is not tried again")
+
+
+def test_b11_while_they_cannot_be_read_again_nothing_of_the_remote_is_served(
+    lab: RemoteLab,
+) -> None:
+    clock = FakeClock()
+    stored(lab.open())
+    theirs = lab.open(clock=clock)
+    assert found(theirs) == len(FIVE)
+
+    def fail(_: Any) -> Any:
+        raise ConnectorUnavailableError("these alone cannot be read")
+
+    lab.remote.twist["epochs"] = fail
+    in_time(clock, lambda: found(theirs) == 0, "another host may have raised them")
+
+    def broken() -> bool:
+        clock.advance(EPOCHS_RETRY_S)
+        return tier_stats(theirs.cache, Tier.REMOTE).state == "failing"
+
+    assert BREAKER_FAILURES_MAX > 1
+    wait_until(broken, "it fails and no state says so")
+    lab.remote.twist.clear()
+    in_time(clock, lambda: found(theirs) == len(FIVE), "it is not used again")
+
+
+# Damage
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "empty", "foreign", "no record"])
+def test_b11_damage_to_both_copies_makes_everything_old(lab: RemoteLab, harm: str) -> None:
+    clock = FakeClock()
+    ours = lab.open(clock=clock)
+    ours.cache.invalidate(Namespace("others", LAYOUT))
+    stored(ours)
+    record = lab.remote.epochs()[EPOCH_KEYS[0]]
+    flipped = bytes([*record[:-1], record[-1] ^ 1])
+    wrong = encode_epochs({b"too short": 1}, 0)
+    lab.remote.put_epochs(
+        {"flip": flipped, "cut": record[:-3], "empty": b"", "no record": wrong}.get(harm, b"x" * 99)
+    )
+    in_time(clock, lambda: found(ours) == 0, "it is believed")
+    wait_until(lambda: not decode_epochs(copies(lab)[1] or b"").damaged, "it is not mended")
+    floor = told(lab)
+    assert floor > 1_000_000_000
+    stored(ours)
+    fresh = lab.open()
+    assert found(fresh) == len(FIVE), "what was stored since is shared"
+    assert fresh.cache.invalidate(NAMESPACE) == floor + 1
+
+
+def test_one_sound_copy_makes_up_for_the_other(lab: RemoteLab) -> None:
+    clock = FakeClock()
+    ours = lab.open(clock=clock)
+    ours.cache.invalidate(NAMESPACE)
+    for harmed in EPOCH_KEYS:
+        lab.remote.put(harmed, b"x" * 99)
+        in_time(clock, lambda: b"x" * 99 not in copies(lab), "it is not mended")
+    assert ours.cache.invalidate(NAMESPACE) == 2, "no floor rose"
+
+
+def test_what_the_connector_cannot_give_is_no_damage(lab: RemoteLab) -> None:
+    """Another key of encryption, say: who raised the floor for that would do so at every start."""
+    ours = lab.open()
+    ours.cache.invalidate(NAMESPACE)
+
+    def wrong(_: Any) -> Any:
+        raise ConnectorDataError("with another key")
+
+    lab.remote.twist["epochs"] = wrong
+    fresh = lab.open()
+    assert found(fresh) == 0
+    assert state(fresh) != "ok"
+    with pytest.raises(TierUnavailableError, match="another key"):
+        fresh.cache.invalidate(NAMESPACE)
+    lab.remote.twist.clear()
+    assert told(lab) == 1
+
+
+def test_as_many_as_there_may_be_fit(lab: RemoteLab) -> None:
+    digests = [number.to_bytes(32, "big") for number in range(EPOCHS_MAX - 1)]
+    lab.remote.put_epochs(encode_epochs(dict.fromkeys(digests, 2**60), 0))
+    ours = lab.open()
+    assert ours.cache.invalidate(NAMESPACE) == 1
+    record = decode_epochs(lab.remote.epochs()[EPOCH_KEYS[1]])
+    assert (len(record.epochs), record.floor) == (EPOCHS_MAX, 0)
+
+
+# A real folder
+
+
+KILLED = """
+import sys, threading
+from pathlib import Path
+from kvtier.testing.engine_double import wait_until
+from tests.lib.cache_setup import NAMESPACE
+from tests.lib.remote_lab import RemoteLab
+
+lab = RemoteLab(Path(sys.argv[1]))
+engine = lab.open(disk_chunks=16, deadline_s=600.0)
+engine.match(engine.sequence([]))
+lab.remote.hold("epochs")
+threading.Thread(target=engine.cache.invalidate, args=(NAMESPACE,), daemon=True).start()
+wait_until((lab.folder / "disk" / "epochs").exists, "it is not kept")
+lab.remote.wait_for_calls("epochs", 3)
+print("kept", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_b11_kill_9_between_disk_and_remote_loses_nothing(lab: RemoteLab) -> None:
+    root = Path(__file__).resolve().parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(lab.folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"kept\n"
+        process.send_signal(signal.SIGKILL)
+    theirs = lab.open()
+    stored(theirs)
+    clock = FakeClock()
+    ours = lab.open(disk_chunks=16, clock=clock)
+    ours.match(ours.sequence([]))
+    in_time(clock, lambda: None not in copies(lab), "the remote is not told after the restart")
+    assert found(ours) == 0
+    assert found(lab.open()) == 0
+
+
+@pytest.mark.parametrize("medium", ["file", "memory"])
+def test_b11_over_a_real_connector(tmp_path: Path, medium: str) -> None:
+    (tmp_path / "shared").mkdir()
+    url = f"file://{tmp_path}/shared" if medium == "file" else f"memory://{tmp_path.name}"
+
+    def opened(clock: FakeClock | None = None) -> EngineDouble:
+        config = CacheConfig(1 << 20, remotes=(RemoteConfig(url),), slab_bytes=4096)
+        return EngineDouble(Cache(config, clock=clock), NAMESPACE, block_tokens=4, clock=clock)
+
+    clock = FakeClock()
+    engines = [opened(), opened(clock)]
+    ours, theirs = engines
+    stored(ours)
+    assert theirs.load(theirs.match(theirs.sequence(FIVE))).outcome.end_token == len(FIVE)
+    ours.cache.invalidate(NAMESPACE)
+    in_time(clock, lambda: found(theirs) == 0, "another host goes on serving")
+    engines.append(opened())
+    assert found(engines[-1]) == 0
+    for engine in engines:
+        engine.close()
+        engine.cache.close()
