@@ -17,8 +17,8 @@ from kvtier_kernels.rotated.centre import Taken
 from kvtier_kernels.rotated.codebooks import sign_tensor
 from kvtier_kernels.rotated.paged import Arithmetic, ReferenceArithmetic
 from kvtier_kernels.rotated.rowwise import RowwiseArithmetic
-from kvtier_kernels.rotated.scratch import scratch
 from kvtier_kernels.rotated_format import INT6, INT8, LM4, LM5, Code
+from kvtier_kernels.rows.scratch import scratch
 from tests.lib import rotated_oracle as oracle
 from tests.lib.rotated_pools import form, gaussian, span_of, views
 

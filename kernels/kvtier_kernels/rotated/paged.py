@@ -13,14 +13,11 @@ from kvtier_kernels.raw import LayerViews, Span
 from kvtier_kernels.rotated import reference, rowwise
 from kvtier_kernels.rotated.centre import Centre, Taken
 from kvtier_kernels.rotated.fields import Packed
-from kvtier_kernels.rotated.scratch import scratch
 from kvtier_kernels.rotated_format import Code, Format, Piece
+from kvtier_kernels.rows.scratch import scratch
 
 #: Values that are worked on together: they and their temporaries stay in a core's cache.
 _VALUES_TOGETHER: Final = 2**19
-#: Values of whole layers that are gathered together: few, and for all layers into the same room, so
-#: that they still are in a cache when they are worked on.
-_VALUES_GATHERED: Final = 2**22
 
 
 class Arithmetic(Protocol):
@@ -159,28 +156,26 @@ def _work(
     packed: Packed,
     centre: Centre | None,
 ) -> _Work:
-    first = layers[0][0]
-    layer = math.prod(rows.planes_shape(layers[:1], span))
-    step = min(max(1, _VALUES_GATHERED // layer), len(layers))
+    first, runs = layers[0][0], rows.layer_runs(layers, span)
+    gathered_values = math.prod(rows.planes_shape(layers[runs[0]], span))
     together = []
     for piece in form.pieces:
         planes = max(1, _VALUES_TOGETHER // (span.token_count * piece.dim))
-        together.append(min(planes, step * span.head_count))
+        together.append(min(planes, len(layers[runs[0]]) * span.head_count))
     if first.device.type == "cpu":
         # Pieces share their room: one is worked on at a time.
         blocks = zip(together, form.pieces, strict=True)
         values = max(planes * span.token_count * piece.dim for planes, piece in blocks)
-        gathered, wide = scratch(step * layer * first.element_size(), 3 * 4 * values)
+        gathered, wide = scratch(gathered_values * first.element_size(), 3 * 4 * values)
         room, wide = gathered.view(first.dtype), wide.view(torch.float32)
     else:
-        room, wide = first.new_empty(step * layer), torch.empty(0)
+        room, wide = first.new_empty(gathered_values), torch.empty(0)
     pieces: list[tuple[Piece, Arithmetic, _Cut]] = []
     for index, piece in enumerate(form.pieces):
         arithmetic: Arithmetic = ReferenceArithmetic(piece.dim, piece.code)
         if rowwise.suits(piece.dim, first.device):
             arithmetic = rowwise.RowwiseArithmetic(piece.dim, piece.code, wide)
         pieces.append((piece, arithmetic, _cut(packed, form, index, centre, together[index])))
-    runs = [slice(start, start + step) for start in range(0, len(layers), step)]
     return _Work(runs, room, pieces)
 
 

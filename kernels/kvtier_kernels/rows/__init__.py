@@ -21,6 +21,7 @@ from kvtier_kernels import raw
 from kvtier_kernels.raw import LayerViews, Span
 from kvtier_kernels.raw import reference as raw_reference
 from kvtier_kernels.rotated_format import Area
+from kvtier_kernels.rows.scratch import scratch
 from kvtier_kernels.transfer.stripes import Shape
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "UnrepresentableError",
     "blocks",
     "gather",
+    "layer_runs",
     "pack",
     "pack_blocks",
     "packed_form",
@@ -40,6 +42,8 @@ __all__ = [
 
 #: How many values the arithmetic in torch takes at a time: few enough to stay in a CPU's cache.
 _BLOCK_VALUES = 2**17
+#: How many are gathered from the pool at a time, in whole layers.
+_GATHERED_VALUES = 2**22
 
 
 class UnrepresentableError(ValueError):
@@ -186,6 +190,22 @@ def packed_form(shape: Shape, row_bytes: RowBytes) -> Packed:
     )
 
 
+def layer_runs(layers: Sequence[LayerViews], span: Span) -> list[slice]:
+    """Layers whose rows are gathered together: few, so that they stay in a cache till packed."""
+    layer_values = math.prod(planes_shape(layers[:1], span))
+    step = min(max(1, _GATHERED_VALUES // layer_values), len(layers))
+    return [slice(start, start + step) for start in range(0, len(layers), step)]
+
+
+def _gathered(layers: Sequence[LayerViews], span: Span) -> tuple[list[slice], torch.Tensor | None]:
+    """The runs, and on a CPU room for the planes of each."""
+    runs, first = layer_runs(layers, span), layers[0][0]
+    if first.device.type != "cpu":
+        return runs, None
+    values = math.prod(planes_shape(layers[runs[0]], span))
+    return runs, scratch(values * first.element_size())[0].view(first.dtype)
+
+
 def planes_shape(layers: Sequence[LayerViews], span: Span) -> tuple[int, int, int]:
     """The planes in which the span's rows lie when gathered, in the pool's values."""
     dims = [part.shape[3] for part in layers[0] if part is not None]
@@ -245,21 +265,25 @@ def pack_blocks(
 
     It is called with a block of values and the same block of each region of a row, all views.
     """
-    for part, values in enumerate(gather(layers, span)):
-        for block in blocks(values, *packed.regions(part)):
-            encode(*block)
+    runs, room = _gathered(layers, span)
+    for run in runs:
+        for part, values in enumerate(gather(layers[run], span, room)):
+            for block in blocks(values, *(rows[run] for rows in packed.regions(part))):
+                encode(*block)
 
 
 def unpack_blocks(
     packed: Packed, layers: Sequence[LayerViews], span: Span, decode: Callable[..., None]
 ) -> None:
     """Have ``decode`` fill values from what is packed, called as ``encode`` is; scatter them."""
+    runs, room = _gathered(layers, span)
+    for run in runs:
 
-    def write(part: int, values: torch.Tensor) -> None:
-        for block in blocks(values, *packed.regions(part)):
-            decode(*block)
+        def write(part: int, values: torch.Tensor, run: slice = run) -> None:
+            for block in blocks(values, *(rows[run] for rows in packed.regions(part))):
+                decode(*block)
 
-    scatter(layers, span, write)
+        scatter(layers[run], span, write, room)
 
 
 def _section(
