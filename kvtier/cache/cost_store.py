@@ -115,7 +115,7 @@ def _points(values: Any) -> PointList:
     if len(values) > COST_SHAPE_POINTS_MAX:
         raise ValueError("too many points")
     points = [(_number(x), _number(y)) for x, y in values]
-    if not all(_LEAST < x and _LEAST < y for x, y in points):
+    if not all(min(point) > _LEAST for point in points):
         raise ValueError("a point is not above zero")
     return points
 
