@@ -9,8 +9,8 @@ many prompts and stop; then new ones on their disks answer all prompts in turn. 
 disk holds, also against KV of 16 bits, how many answers and tokens are those of ``raw``, and the
 times to first token; fails unless all servers find as much on their disks.
 
-A server computes what that is quicker for than loading. Where it is, on a fast GPU with so small a
-model, ``--gpu-time-worth 100`` has it load all the same; with ``--codec`` it always does.
+What would load more slowly than it is computed is computed, as it may be with so small a model on a
+fast GPU. ``--gpu-time-worth 100`` has servers load all the same; with ``--codec`` they always do.
 
 The disk tiers lie in a temporary folder; ``TMPDIR`` chooses the disk where that is memory.
 
