@@ -64,7 +64,7 @@ class Seaweed:
         (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
         ports = {name: free_port() for name in ("master", "volume", "filer", "s3")}
         command = [program, "-v=0", "server", f"-dir={folder}", "-ip=127.0.0.1"]
-        command += ["-ip.bind=127.0.0.1", "-master.telemetry=false", "-volume.max=20"]
+        command += ["-ip.bind=127.0.0.1", "-master.telemetry=false", "-volume.max=100"]
         command += ["-master.volumeSizeLimitMB=64", "-filer=true", "-s3=true"]
         command += [f"-s3.config={folder}/s3.json", "-s3.port.iceberg=0", "-s3.port.lance=0"]
         # It is its own leader sooner than it would be by default, in ten seconds.
