@@ -15,12 +15,13 @@ import torch
 from typer.testing import CliRunner
 
 from kvtier.cli.main import app, run
+from kvtier.codecs.assay import CODES_DB
 from kvtier.codecs.calibration import parse_calibration
 from kvtier.codecs.calibration_store import FOLDER, CalibrationStore
 from kvtier.types import Namespace
 from kvtier_engine.calibration import report
 from kvtier_engine.calibration.learn import Lesson
-from kvtier_engine.calibration.report import CODES_DB, Layer, Report, as_json, summary
+from kvtier_engine.calibration.report import Layer, Report, as_json, summary
 from kvtier_engine.options import BUNDLED_MODEL
 from kvtier_engine.quality.text import read_text
 from kvtier_engine.weights.load import LoadedModel, kv_layout, load_model
