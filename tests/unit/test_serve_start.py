@@ -108,7 +108,7 @@ def test_names_and_identities_can_be_declared(folder: Path) -> None:
 def test_an_interrupt_that_an_import_ignores_does_not_wait_for_the_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    built = []
+    built: list[object] = []
 
     class Importing(ModuleType):
         @property
