@@ -127,7 +127,7 @@ def encode(row: Row, name: str, book: Codebook | None) -> tuple[tuple[bytes, ...
         root = np.sqrt(F32(max(1, sum(q * q for q in fixed))))
         spread = F32(math.sqrt(dim) / (odd * 2 ** (exponent / 2)))
         deviations = F32(_inverse(root) * spread)
-        codes = [code_of(F32(F32(z) * deviations), book) for z in values]
+        codes = [code_of(float(F32(F32(z) * deviations)), book) for z in values]
         share = F32(2.0 ** (exponent // 2 - exponent / 2) / math.sqrt(dim))
         scale = np.float16(F32(F32(root * share) * step))
     planes, shift = [], sum(WIDTHS[name])
