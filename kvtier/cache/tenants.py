@@ -65,8 +65,8 @@ class Tenants:
         Holds for all of its namespaces, whatever the weights or adapter, and survives a crash once
         this has returned; the bytes are given back soon after. What the tenant stores from now on
         is a new beginning. Loads under way come to nothing. Other hosts learn it through the
-        remotes that they share with this one, ``EPOCHS_READ_S`` after this has returned and one
-        answer of the remote later at the latest. Blocks while the epoch is written to disk, then
+        remotes that they share with this one, at most two seconds after this has returned, and what
+        the remote takes to answer. Blocks while the epoch is written to disk, then
         up to ``EPOCHS_TELL_S_MAX`` seconds for the remotes. Raises ``ConfigError`` for the empty
         salt, and ``TierUnavailableError``, which says who, when a directory could not keep the
         epoch or a remote could not be told: then it holds for this process, and is written and

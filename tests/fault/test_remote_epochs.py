@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -505,19 +506,34 @@ def test_as_many_as_there_may_be_fit(lab: RemoteLab) -> None:
 
 
 KILLED = """
-import sys, threading
+import asyncio, pickle, sys, threading
 from pathlib import Path
-from kvtier.testing.engine_double import wait_until
-from tests.lib.cache_setup import NAMESPACE
-from tests.lib.remote_lab import RemoteLab
+from kvtier import Cache, CacheConfig, DiskConfig, RemoteConfig
+from kvtier.clock import SystemClock
+from kvtier_connectors.memory import MemoryConnector
 
-lab = RemoteLab(Path(sys.argv[1]))
-engine = lab.open(disk_chunks=16, deadline_s=600.0)
-engine.match(engine.sequence([]))
-lab.remote.hold("epochs")
-threading.Thread(target=engine.cache.invalidate, args=(NAMESPACE,), daemon=True).start()
-wait_until((lab.folder / "disk" / "epochs").exists, "it is not kept")
-lab.remote.wait_for_calls("epochs", 3)
+class Hanging(MemoryConnector):
+    hangs = threading.Event()
+    hung = threading.Event()
+
+    async def read(self, requests, into):
+        if self.hangs.is_set():
+            self.hung.set()
+            await asyncio.sleep(600.0)
+        return await super().read(requests, into)
+
+folder, namespace = Path(sys.argv[1]) / "disk", pickle.loads(bytes.fromhex(sys.argv[2]))
+remote = RemoteConfig("memory://", deadline_s=600.0)
+disk = DiskConfig(str(folder), 1 << 20)
+config = CacheConfig(1 << 20, disk, remotes=(remote,), slab_bytes=4096)
+cache = Cache(config, connect=lambda _: Hanging())
+while cache.stats().degraded:
+    SystemClock().sleep(0.01)
+Hanging.hangs.set()
+threading.Thread(target=cache.invalidate, args=(namespace,), daemon=True).start()
+while not (folder / "epochs").exists():
+    SystemClock().sleep(0.01)
+Hanging.hung.wait()
 print("kept", flush=True)
 sys.stdin.read()
 """
@@ -526,7 +542,7 @@ sys.stdin.read()
 def test_b11_kill_9_between_disk_and_remote_loses_nothing(lab: RemoteLab) -> None:
     root = Path(__file__).resolve().parents[2]
     with subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(lab.folder)],
+        [sys.executable, "-c", KILLED, str(lab.folder), pickle.dumps(NAMESPACE).hex()],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=root,

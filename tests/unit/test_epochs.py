@@ -215,3 +215,64 @@ def walk(steps: list[bytes | tuple[int, dict[bytes, int], int] | int]) -> None:
             if not epochs.unsaved(keeper):
                 there = {key: max(stored.get(key, 0), floor) for key in (A, B)}
                 assert there == {key: epochs.get(key) for key in (A, B)}, "it knows less"
+
+
+# Remotes, which come after the directories
+
+
+def test_what_was_raised_here_is_owed_until_the_remote_is_told() -> None:
+    epochs = Epochs(1, remotes=2)
+    epochs.advance(A)
+    assert [epochs.owes(keeper) for keeper in (1, 2)] == [True, True]
+    for keeper, owed in ((1, {A}), (2, set())):
+        epochs.saved(0, epochs.snapshot())
+        assert not epochs.unsaved(0)
+        epochs.saved(keeper, epochs.snapshot())
+        assert epochs.snapshot().owed == owed
+        assert epochs.unsaved(0) is (not owed), "the directory keeps that it is owed no more"
+
+
+def test_what_is_owed_ends_above_what_the_remote_knows_after_a_restart_too() -> None:
+    before = Epochs(1, remotes=1)
+    before.advance(A)
+    file = before.snapshot()
+    epochs = Epochs(1, remotes=1)
+    epochs.owe(file.owed)
+    epochs.merge(0, file.epochs, file.floor)
+    epochs.merge(1, {A: 1}, 0)
+    assert epochs.get(A) == 2
+    epochs.saved(1, epochs.snapshot())
+    epochs.merge(1, {A: 2}, 0)
+    assert epochs.get(A) == 2, "and not again"
+
+
+def test_without_a_remote_everything_is_owed_to_the_first_there_will_be() -> None:
+    before = Epochs(1)
+    before.advance(A)
+    before.saved(0, before.snapshot())
+    assert before.snapshot().owed == {A}
+
+
+def test_a_floor_is_owed_as_well() -> None:
+    with patch.object(epochs_module, "EPOCHS_MAX", 1):
+        before = Epochs(1, remotes=1)
+        before.advance(A)
+        before.advance(B)
+        file = before.snapshot()
+        assert file.owed == {b""}
+        epochs = Epochs(1, remotes=1)
+        epochs.owe(file.owed)
+        epochs.merge(0, file.epochs, file.floor)
+        epochs.merge(1, {A: 9}, 0)
+        assert epochs.get(A) > 9
+
+
+def test_owing_changes_the_version_so_that_it_is_looked_at() -> None:
+    epochs = Epochs(1, remotes=1)
+    epochs.merge(0, {A: 1}, 0)
+    before = epochs.version
+    epochs.owe({A})
+    assert epochs.version != before
+    before = epochs.version
+    epochs.owe({A})
+    assert epochs.version == before
