@@ -35,7 +35,17 @@ from kvtier.constants import (
     WIRE_TEXT_BYTES_MAX,
     WIRE_TOKEN_BYTES_MAX,
 )
-from kvtier.errors import KVTierError
+from kvtier.wire_fields import (
+    Check,
+    WireError,
+    WireVersionError,
+    binary,
+    boolean,
+    integer,
+    row,
+    shown,
+    text,
+)
 
 WIRE_MAGIC: Final = b"KVTW"
 WIRE_VERSION: Final = 1
@@ -43,14 +53,6 @@ _HANDSHAKE_VERSION: Final = 0
 _PREFIX: Final = struct.Struct("<4sBBHIQ")
 PREFIX_BYTES: Final = _PREFIX.size
 _UINT32_MAX: Final = 2**32 - 1
-
-
-class WireError(KVTierError):
-    """Bytes that are no frame of this wire, or one that may not come from this side."""
-
-
-class WireVersionError(WireError):
-    """A frame of a version that this one does not speak."""
 
 
 class Kind(IntEnum):
@@ -184,7 +186,6 @@ class Done:
 
 
 Message = Hello | Welcome | Refused | Contains | Found | Read | Data | Write | Delete | Done
-_Check = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,68 +356,24 @@ def decode(kind: Kind, header: bytes | memoryview) -> Message:
     return message(*(check(value) for check, value in zip(checks, values, strict=True)))
 
 
-def _integer(low: int, high: int) -> _Check:
-    def check(value: Any) -> int:
-        if type(value) is not int or not low <= value <= high:
-            raise WireError(f"a field is {_shown(value)}; allowed are {low} .. {high}")
-        return value
-
-    return check
-
-
-def _binary(low: int, high: int) -> _Check:
-    def check(value: Any) -> bytes:
-        if not isinstance(value, bytes) or not low <= len(value) <= high:
-            raise WireError(f"a field that is not {low} .. {high} bytes")
-        return value
-
-    return check
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise WireError(f"a field is {_shown(value)}; allowed is text")
-    return value
-
-
 def _status(value: Any) -> Status:
     if type(value) is not int or not 0 <= value <= max(Status):
-        raise WireError(f"a status is {_shown(value)}")
+        raise WireError(f"a status is {shown(value)}")
     return Status(value)
 
 
-def _row(check: _Check) -> _Check:
-    def checked(values: Any) -> tuple[Any, ...]:
-        if not isinstance(values, list):
-            raise WireError(f"a field is {_shown(values)}; allowed is a list")
-        return tuple(map(check, values))
-
-    return checked
-
-
-def _boolean(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise WireError(f"a field is {_shown(value)}; allowed are true and false")
-    return value
-
-
-def _shown(value: Any) -> str:
-    """Return a word for a value: never its bytes, which may be a secret, or many."""
-    return str(value) if type(value) is int else f"a {type(value).__name__}"
-
-
-_REQUEST: Final = _integer(0, _UINT32_MAX)
-_KEY: Final = _binary(1, WIRE_KEY_BYTES_MAX)
-_VERSION: Final = _integer(0, 255)
-_FIELDS: Final[dict[Kind, tuple[Callable[..., Message], tuple[_Check, ...]]]] = {
-    Kind.HELLO: (Hello, (_VERSION, _VERSION, _binary(0, WIRE_TOKEN_BYTES_MAX))),
+_REQUEST: Final = integer(0, _UINT32_MAX)
+_KEY: Final = binary(1, WIRE_KEY_BYTES_MAX)
+_VERSION: Final = integer(0, 255)
+_FIELDS: Final[dict[Kind, tuple[Callable[..., Message], tuple[Check, ...]]]] = {
+    Kind.HELLO: (Hello, (_VERSION, _VERSION, binary(0, WIRE_TOKEN_BYTES_MAX))),
     Kind.WELCOME: (Welcome, (_VERSION,)),
-    Kind.REFUSED: (Refused, (_status, _text)),
-    Kind.CONTAINS: (Contains, (_REQUEST, _row(_KEY))),
-    Kind.FOUND: (Found, (_REQUEST, _row(_boolean))),
-    Kind.READ: (Read, (_REQUEST, _KEY, _integer(0, 2**63), _integer(0, WIRE_PAYLOAD_BYTES_MAX))),
-    Kind.DATA: (Data, (_REQUEST, _status, _text)),
+    Kind.REFUSED: (Refused, (_status, text)),
+    Kind.CONTAINS: (Contains, (_REQUEST, row(_KEY))),
+    Kind.FOUND: (Found, (_REQUEST, row(boolean))),
+    Kind.READ: (Read, (_REQUEST, _KEY, integer(0, 2**63), integer(0, WIRE_PAYLOAD_BYTES_MAX))),
+    Kind.DATA: (Data, (_REQUEST, _status, text)),
     Kind.WRITE: (Write, (_REQUEST, _KEY)),
-    Kind.DELETE: (Delete, (_REQUEST, _row(_KEY))),
-    Kind.DONE: (Done, (_REQUEST, _status, _text)),
+    Kind.DELETE: (Delete, (_REQUEST, row(_KEY))),
+    Kind.DONE: (Done, (_REQUEST, _status, text)),
 }

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
-from kvtier.config import CacheConfig, DiskConfig, RemoteConfig, format_size, parse_size
-from kvtier.constants import DAEMON_CONNECTIONS_MAX, DAEMON_DRAIN_S, GIB
+from kvtier.config import CacheConfig, DiskConfig, RemoteConfig, parse_size
+from kvtier.constants import DAEMON_CONNECTIONS_MAX, DAEMON_DRAIN_S
 from kvtier.errors import ConfigError
 from kvtier.registry import connectors, import_problem
 from kvtier_server.credentials import Door, read_tokens
 from kvtier_server.settings import DaemonConfig, parse_address, tls_files
 
-_OWN = ("kvtier", "kvtiers", "kvtier+unix")
+#: A server below a server would be asked for what it asks for.
+_OWN: Final = ("kvtier", "kvtiers", "kvtier+unix")
+#: How settings of the cache are named on the command line.
+_OPTIONS: Final = {
+    "dram_bytes": "--dram",
+    "disk.path": "--disk",
+    "disk.more_paths": "--disk",
+    "disk.capacity_bytes": "--disk-bytes",
+    "tenant_quota_bytes": "--quota",
+    "policy": "--policy",
+    "disk.policy": "--policy",
+}
 _Paths = list[str] | None
 
 
@@ -80,7 +91,13 @@ def daemon(
         from kvtier_server.program import run_daemon
     except ImportError as error:
         raise import_problem(error, "kvtier daemon") from error
-    run_daemon(config, lambda text: typer.echo(text, err=True))
+    run_daemon(config, _say)
+
+
+def _say(text: str) -> None:
+    """Say it if anybody reads: a closed pipe must not end a server, nor keep it from draining."""
+    with suppress(OSError):
+        typer.echo(text, err=True)
 
 
 def _cache_config(
@@ -88,21 +105,23 @@ def _cache_config(
 ) -> CacheConfig:
     for url in remote:
         _check_remote(url)
-    disk_config = None
-    if disk:
-        size = _size("--disk-bytes", disk_bytes)
-        paths = [str(Path(path).expanduser()) for path in disk]
-        disk_config = DiskConfig(paths[0], size, more_paths=tuple(paths[1:]), policy=policy)
-    dram_bytes = _size("--dram", dram)
-    if dram_bytes > 64 * 1024 * GIB:
-        raise ConfigError(f"--dram = {format_size(dram_bytes)}: allowed are 64 TiB")
-    return CacheConfig(
-        dram_bytes,
-        disk_config,
-        remotes=tuple(RemoteConfig(url, policy=policy) for url in remote),
-        policy=policy,
-        tenant_quota_bytes=_size("--quota", quota),
-    )
+    dram_bytes, quota_bytes = _size("--dram", dram), _size("--quota", quota)
+    try:
+        return CacheConfig(
+            dram_bytes,
+            _disk_config(disk, _size("--disk-bytes", disk_bytes), policy) if disk else None,
+            remotes=tuple(RemoteConfig(url, policy=policy) for url in remote),
+            policy=policy,
+            tenant_quota_bytes=quota_bytes,
+        )
+    except ConfigError as error:
+        name, separator, rest = str(error).partition(" = ")
+        raise ConfigError(f"{_OPTIONS.get(name, name)}{separator}{rest}") from error
+
+
+def _disk_config(disk: list[str], capacity_bytes: int, policy: str) -> DiskConfig:
+    paths = [str(Path(path).expanduser()) for path in disk]
+    return DiskConfig(paths[0], capacity_bytes, more_paths=tuple(paths[1:]), policy=policy)
 
 
 def _check_remote(url: str) -> None:
@@ -115,12 +134,8 @@ def _check_remote(url: str) -> None:
         raise ConfigError(f"--remote = {shown!r}: allowed are {allowed}")
 
 
-def _named(option: str, parse: Callable[[str], int], text: str) -> int:
+def _size(option: str, text: str) -> int:
     try:
-        return parse(text)
+        return parse_size(text)
     except ConfigError as error:
         raise ConfigError(f"{option} = {text!r}: {error}") from error
-
-
-def _size(option: str, text: str) -> int:
-    return _named(option, parse_size, text)

@@ -28,10 +28,9 @@ from kvtier.wire import (
     Refused,
     Status,
     Welcome,
-    WireError,
-    WireVersionError,
     Write,
 )
+from kvtier.wire_fields import WireError, WireVersionError
 from kvtier.wire_link import Link
 from kvtier_server.budget import Budget
 from kvtier_server.counters import Counters

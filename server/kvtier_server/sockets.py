@@ -26,10 +26,12 @@ def bound(option: str, address: Address, *, mode: int = 0o600) -> Iterator[socke
     except OSError as error:
         why = error.strerror or str(error)
         raise ConfigError(f"{option} = '{address}': cannot listen: {why}") from error
-    with listener:
-        yield listener
-    if address.path:
-        Path(address.path).unlink(missing_ok=True)
+    try:
+        with listener:
+            yield listener
+    finally:
+        if address.path:
+            Path(address.path).unlink(missing_ok=True)
 
 
 def _bound_tcp(address: Address) -> socket.socket:

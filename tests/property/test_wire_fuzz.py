@@ -37,10 +37,10 @@ from kvtier.wire import (
     Refused,
     Status,
     Welcome,
-    WireError,
     Write,
     encode,
 )
+from kvtier.wire_fields import WireError
 
 ALL_KINDS = FROM_CLIENT | FROM_SERVER
 NUMBERS = st.integers(0, 2**32 - 1)

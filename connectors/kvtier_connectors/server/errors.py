@@ -12,7 +12,8 @@ from kvtier.errors import (
     ConnectorTimeoutError,
     ConnectorUnavailableError,
 )
-from kvtier.wire import Status, WireError, WireVersionError
+from kvtier.wire import Status
+from kvtier.wire_fields import WireError, WireVersionError
 
 #: The outcome for a status that is neither ``OK`` nor ``ABSENT``.
 STATUSES: Final[dict[Status, type[ConnectorError]]] = {

@@ -20,8 +20,8 @@ from kvtier.wire import (
     Refused,
     Status,
     Welcome,
-    WireError,
 )
+from kvtier.wire_fields import WireError
 from kvtier.wire_link import Link
 from kvtier_connectors.server.errors import failure, translated
 from kvtier_connectors.server.settings import Settings
