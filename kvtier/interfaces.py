@@ -176,7 +176,10 @@ class BlockCodec(Protocol):
         ...
 
     def pack(self, pool: PagedPool, move: Move, payload: memoryview) -> None:
-        """Write the move's sections into ``payload``, which starts at section 0 of the slot."""
+        """Write the move's sections into ``payload``, which starts at section 0 of the slot.
+
+        What lies behind each, before the next, becomes zero: the slot may have held another chunk.
+        """
         ...
 
     def unpack(self, payload: memoryview, pool: PagedPool, move: Move) -> None:

@@ -217,15 +217,20 @@ class BlockCodecContract(ABC):
         self.round_trip(shape, arrangement, arrangement)
 
     def test_pack_stays_within_its_sections(self) -> None:
-        """Sections start at multiples of 4096; nothing is written behind one or before it."""
+        """Sections start at multiples of 4096; of other sections no byte is written.
+
+        What lies behind one, before the next, becomes zero, whatever chunk the slot held before.
+        """
         codec = self.make_codec()
         pool = self.filled_pool(PLAIN, Arrangement.HEAD_MAJOR)
         move = replace(PLAIN.move(), first_section=1, section_count=1)
         payload = self.packed(pool, move)
         start = 4096 * -(-codec.section_bytes(PLAIN.layout, 0) // 4096)
         end = start + codec.section_bytes(PLAIN.layout, 1)
+        behind = 4096 * -(-end // 4096)
         assert payload[:start] == bytes([POISON]) * start
-        assert payload[end:] == bytes([POISON]) * (len(payload) - end)
+        assert payload[end:behind] == bytes(behind - end)
+        assert payload[behind:] == bytes([POISON]) * (len(payload) - behind)
         assert payload[start:end] == self.packed(pool, PLAIN.move())[start:end]
 
     @pytest.mark.parametrize("split", [1, 4, 7, 16, 23])
