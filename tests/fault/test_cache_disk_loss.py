@@ -168,7 +168,7 @@ class RealDisk:
 
     def harm(self, word: str) -> None:
         if word == "full":
-            self._disk.resize(6 * CHUNK_BYTES)
+            self._disk.leave_room(CHUNK_BYTES)
         elif word == "read_only":
             self._disk.write_protect()
         else:

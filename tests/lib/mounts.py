@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,12 @@ class Disk:
 
     def resize(self, nbytes: int) -> None:
         _run("mount", "-o", f"remount,size={nbytes}", str(self.place))
+
+    def leave_room(self, nbytes: int) -> None:
+        """Make it so small that no more than that fits beside what it holds."""
+        status = os.statvfs(self.place)
+        held_bytes = (status.f_blocks - status.f_bfree) * status.f_frsize
+        self.resize(held_bytes + nbytes)
 
     def write_protect(self) -> None:
         """Let every later open see a read-only file system; what is open stays."""
