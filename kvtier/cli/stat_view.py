@@ -18,7 +18,7 @@ Said = Mapping[str, Any]
 
 _COLUMNS: Final = (
     "tier", "state", "codec", "used", "of", "chunks", "hit tokens", "read GB/s", "write GB/s",
-    "read p50/p99",
+    "read ms p50/p99",
 )  # fmt: skip
 
 
@@ -26,7 +26,7 @@ def server_view(now: Said, before: Said | None) -> Group:
     """Show a server. Rates are those since ``before``, or since its start without."""
     if before is not None and before.get("uptime_s", 0.0) >= now.get("uptime_s", 0.0):
         before = None  # It was started anew, and counts from zero.
-    table = Table(*_COLUMNS)
+    table = Table(*_COLUMNS, box=None, padding=(0, 1, 0, 0))  # As it is, it fits into 80 columns.
     earlier = {} if before is None else {t.get("name"): t for t in before.get("tiers", ())}
     seconds = now.get("uptime_s", 0.0) - (before or {}).get("uptime_s", 0.0)
     for tier in now.get("tiers", ()):
@@ -64,9 +64,12 @@ def _row(tier: Said, before: Said, seconds: float) -> Iterator[str]:
     yield str(tier.get("name", "?"))
     yield str(tier.get("state", "?"))
     yield str(tier.get("codec", ""))
-    yield format_size(tier.get("used_bytes", 0))
-    yield format_size(tier.get("capacity_bytes", 0))
-    yield _count(tier, "chunks")
+    # A remote that others write to, too, has no bound of ours: what it holds is not known here.
+    used, capacity = (format_size(tier.get(name, 0)) for name in ("used_bytes", "capacity_bytes"))
+    bounded = bool(tier.get("capacity_bytes", 0))
+    yield used if bounded else ""
+    yield capacity if bounded else ""
+    yield _count(tier, "chunks") if bounded else ""
     yield _count(tier, "hit_tokens")
     for name in ("read_bytes", "written_bytes"):
         moved = tier.get(name, 0) - before.get(name, 0)
@@ -91,7 +94,7 @@ def _count(tier: Said, name: str) -> str:
 
 def _latency(latency: Said) -> str:
     p50, p99 = latency.get("p50"), latency.get("p99")
-    return "" if p50 is None or p99 is None else f"{p50 * 1e3:.1f}/{p99 * 1e3:.1f} ms"
+    return "" if p50 is None or p99 is None else f"{p50 * 1e3:.1f}/{p99 * 1e3:.1f}"
 
 
 def _moves(now: Said) -> str:

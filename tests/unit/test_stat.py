@@ -22,8 +22,11 @@ from kvtier.constants import MIB
 from kvtier.errors import ConfigError, TierUnavailableError
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import EngineDouble
-from kvtier.tiers.disk.at_rest import at_rest
+from kvtier.tiers.disk.at_rest import HeldKind, at_rest
 from kvtier.tiers.disk.files import LocalFiles
+from kvtier.tiers.disk.journal import Journal
+from kvtier.tiers.disk.rows import Kind, Row, Rows
+from kvtier.types import ChunkKey, ShardId
 
 GROUP = KVGroup(GroupKind.FULL, (0, 1, 2), kv_heads=2, k_dim=8, v_dim=8, dtype="float32")
 LAYOUT = KVLayout((GROUP,), chunk_tokens=16, section_layers=1)
@@ -84,7 +87,7 @@ def test_every_figure_of_a_tier_is_shown() -> None:
     text = shown(server_view(SAID, None))
     for part in (
         "toy: degraded, up 8 s", "disk is failing: [red]No space[/red]", "0.500", "0.125",
-        "2.0/50.0 ms", "absent 3, corrupt 1", "50 of 200 prompt tokens", "25.0%",
+        "2.0/50.0", "absent 3, corrupt 1", "50 of 200 prompt tokens", "25.0%",
         "12.5 s of computing saved", "3 loads", "0a1b", "disk absent 6",
     ):  # fmt: skip
         assert part in text, text
@@ -100,6 +103,22 @@ def test_a_server_that_was_started_anew_has_no_negative_rates() -> None:
     text = shown(server_view(SAID, before))
     assert "0.500" in text
     assert "-" not in text
+
+
+def test_a_server_fits_into_a_terminal_of_eighty_columns() -> None:
+    tier = {**DISK, "name": "remote", "state": "ok", "detail": "", "codec": "float32"}
+    tier |= {"used_bytes": 511 * MIB + MIB // 2, "capacity_bytes": 511 * MIB + MIB // 2}
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
+    console.print(server_view({**SAID, "tiers": [tier]}, None))
+    console.file.close()
+    text = console.export_text()
+    assert "…" not in text, text
+    assert "remote ok" in text
+
+
+def test_what_a_remote_without_a_bound_holds_is_left_open() -> None:
+    remote = {**DISK, "name": "remote", "used_bytes": 0, "capacity_bytes": 0, "chunks": 0}
+    assert "0 B" not in shown(server_view({**SAID, "tiers": [remote]}, None))
 
 
 def test_a_server_without_tiers_and_requests_is_shown() -> None:
@@ -216,6 +235,20 @@ def test_a_directory_at_rest_is_told_by_namespace(root: Path) -> None:
     assert [each["chunks"] for each in report["namespaces"]] == [3, 1]
     result = CliRunner().invoke(app, ["stat", str(root)], env={"COLUMNS": "300"})
     assert "4 chunks, 64 KiB" in result.stdout
+
+
+def test_compressed_chunks_of_many_sizes_are_one_line(tmp_path: Path) -> None:
+    shard = ShardId(0, 0, 0)
+    kinds = [Kind(b"n" * 32, "raw", ((shard, nbytes),)) for nbytes in (4096, 8192)]
+    rows = Rows.of(
+        Row(ChunkKey(bytes([number]) * 32), None, 0, kinds[number % 2], number, 1000 * number)
+        for number in (1, 2, 3)
+    )
+    journal = Journal(str(tmp_path), LocalFiles())
+    (tmp_path / "index").mkdir()
+    journal.start(rows)
+    held = at_rest(str(tmp_path), LocalFiles()).held
+    assert held == (HeldKind(b"n" * 32, "raw", 3, 20480, 1.0, 3.0),)
 
 
 def test_what_is_in_quarantine_and_a_lost_index_are_told(root: Path) -> None:

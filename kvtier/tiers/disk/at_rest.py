@@ -51,16 +51,27 @@ def at_rest(root: str, files: FileSystem) -> AtRest:
     """
     quarantined = list(files.list(os.path.join(root, "quarantine")))
     rows = Journal(root, files).load()
-    held = []
+    held: dict[tuple[bytes, str], HeldKind] = {}
     for number, kind in enumerate(rows.kinds if rows is not None else ()):
         assert rows is not None, "it has kinds"
         used_ms = rows.array["used_ms"][rows.array["kind"] == number]
         if len(used_ms):
             first, last = float(np.min(used_ms)) / 1000, float(np.max(used_ms)) / 1000
-            count = len(used_ms)
-            held.append(
-                HeldKind(kind.namespace, kind.codec, count, count * kind.nbytes, first, last)
-            )
-    held.sort(key=lambda each: each.nbytes, reverse=True)
+            count, name = len(used_ms), (kind.namespace, kind.codec)
+            found = HeldKind(*name, count, count * kind.nbytes, first, last)
+            # Compressed chunks are of many sizes, and so of many kinds.
+            held[name] = _merged(held[name], found) if name in held else found
+    largest_first = sorted(held.values(), key=lambda each: each.nbytes, reverse=True)
     nbytes = sum(file.nbytes for file in quarantined)
-    return AtRest(root, rows is not None, tuple(held), len(quarantined), nbytes)
+    return AtRest(root, rows is not None, tuple(largest_first), len(quarantined), nbytes)
+
+
+def _merged(one: HeldKind, other: HeldKind) -> HeldKind:
+    return HeldKind(
+        one.namespace,
+        one.codec,
+        one.chunks + other.chunks,
+        one.nbytes + other.nbytes,
+        min(one.used_first_s, other.used_first_s),
+        max(one.used_last_s, other.used_last_s),
+    )
