@@ -259,6 +259,9 @@ def test_a_url_may_say_everything() -> None:
         ("s3://bucket?path_style=yse", r"did you mean 'yes'"),
         ("s3://bucket?tries=0", "tries of an s3:// URL is '0'; allowed is 1 to 10"),
         ("s3://bucket?connections=many", "connections"),
+        ("s3://bucket?connections=2.5", "allowed: a whole number"),
+        ("s3://bucket?endpoint=http://key:hush@store", "do not belong into the endpoint"),
+        ("s3://bucket?secret_key=hush", "no 'secret_key'"),
     ],
 )
 def test_a_bad_url_is_a_config_error(url: str, why: str) -> None:

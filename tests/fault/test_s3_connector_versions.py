@@ -50,7 +50,7 @@ async def opened() -> AsyncIterator[Opened]:
     await made.close_all()
 
 
-def connected(server: FailingS3, options: str = "", **sizes: int) -> S3Connector:
+def connected(server: FailingS3, options: str = "", **sizes: Any) -> S3Connector:
     url = f"s3://bucket/p?endpoint={server.endpoint}&region=r&timeout_s={PATIENCE_S}{options}"
     return S3Connector(replace(parse_url(url), **sizes))
 

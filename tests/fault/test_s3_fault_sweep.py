@@ -48,8 +48,14 @@ def opened(endpoint: str, timeout_s: float = TIMEOUT_S, tries: int = 3) -> S3Con
     """Return a connector to a new place, with pieces small enough that there are many."""
     options = f"&timeout_s={timeout_s}&connections=4&tries={tries}"
     settings = parse_url(url_of(endpoint, uuid.uuid4().hex, options))
-    sizes = {"piece_bytes": 64 * KIB, "part_bytes": PART_BYTES, "multipart_bytes": PART_BYTES}
-    return S3Connector(replace(settings, **sizes))
+    return S3Connector(
+        replace(
+            settings,
+            piece_bytes=64 * KIB,
+            part_bytes=PART_BYTES,
+            multipart_bytes=PART_BYTES,
+        )
+    )
 
 
 class Script:
@@ -186,8 +192,8 @@ async def test_an_upload_that_is_given_up_leaves_nothing_behind(endpoint: str) -
     async with fault_proxy(endpoint) as proxy, asyncio.timeout(SCRIPT_S_MAX):
         proxy.plan = plan
         settings = parse_url(url_of(proxy.endpoint, "given-up", "&timeout_s=1&connections=1"))
-        sizes = {"part_bytes": PART_BYTES, "multipart_bytes": PART_BYTES}
-        connector = S3Connector(replace(settings, **sizes))
+        settings = replace(settings, part_bytes=PART_BYTES, multipart_bytes=PART_BYTES)
+        connector = S3Connector(settings)
         write = asyncio.ensure_future(connector.write([WriteItem(b"parts", data)]))
         await begun.wait()
         write.cancel()
