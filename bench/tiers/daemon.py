@@ -51,9 +51,9 @@ class Bare:
         listener.listen(1)
         command = [sys.executable, __file__, "--bare", str(listener.fileno()), str(int(unix))]
         process = subprocess.Popen(command, pass_fds=[listener.fileno()])
+        stack.callback(process.wait)  # It ends when our socket is closed, which is before.
         self.socket = stack.enter_context(socket.socket(family))
         self.socket.connect(listener.getsockname())
-        stack.callback(process.wait)
 
     def write(self, shards: list[memoryview]) -> None:
         for data in shards:

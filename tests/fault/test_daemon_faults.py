@@ -20,6 +20,7 @@ from kvtier.wire import (
     WIRE_MAGIC,
     Contains,
     Data,
+    Delete,
     Done,
     Found,
     Hello,
@@ -225,4 +226,26 @@ def test_what_is_larger_than_memory_is_refused_and_goes_nowhere(server: Daemon, 
         frame = client.take()
         assert frame is not None
         assert frame.message == Found(2, (False,))
+    check(server)
+
+
+def test_b88_what_a_slow_reader_is_sent_stays_as_it_is(server: Daemon, url: str) -> None:
+    """Deleted meanwhile, and all memory wanted for others: the reader gets what it asked for."""
+    key = b"read slowly"
+    with closing(WireClient(url).hello()) as other:
+        other.send(Write(1, key), PAYLOAD * 8)
+        assert other.take() is not None
+        with closing(WireClient(url, receive_bytes=4096).hello()) as slow:
+            slow.send(Read(1, key, 0, 8 * len(PAYLOAD)))
+            wait_until(lambda: server.connections()["inflight_bytes"] > 0, "nothing was asked")
+            other.send(Delete(2, (key,)))
+            assert other.take() is not None
+            for number in range(100):
+                other.send(Write(3, b"other %d" % number), bytes([number]) * len(PAYLOAD))
+                frame = other.take()
+                assert frame is not None
+                assert frame.message == Done(3, Status.OK, "")
+            message, data = slow.read_answer()
+            assert message == Data(1, Status.OK, "")
+            assert data == PAYLOAD * 8
     check(server)
