@@ -158,6 +158,8 @@ def _from_validation(error: ValidationError) -> ApiError:
     param = ".".join(str(part) for part in first["loc"])
     if first["type"] == "missing":
         code, message = "missing_required_parameter", f"{param!r} is required."
+    elif first["type"] == "extra_forbidden":
+        code, message = "invalid_value", f"{param!r} is not known here."
     elif first["type"].endswith("_type"):
         code, message = "invalid_type", f"{param!r}: {first['msg']}."
     else:
