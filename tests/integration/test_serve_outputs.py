@@ -15,6 +15,8 @@ from tests.lib.reference import Tally
 from tests.lib.server import LOAD_ALWAYS, Answer, Served, idle, series, serving
 
 NEW_TOKENS = 24
+#: Enough to see whether what was loaded is right.
+FEW = 8
 CHUNK = 32
 CLIENTS = 8
 #: What a prompt of 300 tokens and its answer fill; two such requests do not fit at once.
@@ -64,7 +66,7 @@ def test_cold_warm_and_after_a_restart(tmp_path: Path) -> None:
     disk = tmp_path / "kv"
     with serving_chunks(disk, "--dram=256MiB") as served:
         assert cached(ask_all(served, prompts), "disk") == 0
-        warm = ask_all(served, prompts)
+        warm = ask_all(served, prompts, FEW)
         assert cached(warm, "hbm") >= chunk_tokens(prompts)
         served.wait_until(idle)
         assert served.stop() == 0
@@ -72,7 +74,7 @@ def test_cold_warm_and_after_a_restart(tmp_path: Path) -> None:
         served.wait_for_disk("ok")
         longest = max(prompts, key=len)
         assert cached(ask_all(served, [longest]), "disk") == chunk_tokens([longest])
-        ask_all(served, prompts)
+        ask_all(served, prompts, FEW)
         assert served.stop() == 0
 
 
@@ -90,7 +92,7 @@ def test_when_everything_is_evicted_and_preempted(cramped: Served) -> None:
     # Each begins with a block or two and ends with six or more, of which there are 34 in all.
     ask_all(cramped, short, 80)
     # Some of these are found below HBM when they come again.
-    answers = ask_all(cramped, [*long, *reversed(long)])
+    answers = ask_all(cramped, [*long, *reversed(long)], FEW)
     after = cramped.wait_until(idle)
 
     def grown(name: str) -> float:
@@ -109,7 +111,7 @@ def test_random_requests_that_share_prefixes_and_some_that_leave(
     prompts = family(rng, roots=3, branches=3, leaves=2)
     jobs = [
         (rng.choice(prompts), rng.randint(1, NEW_TOKENS), rng.random() < 0.3)
-        for _ in range(50 * scale)
+        for _ in range(36 * scale)
     ]
 
     def run(job: tuple[tuple[int, ...], int, bool]) -> Answer:
@@ -121,9 +123,9 @@ def test_random_requests_that_share_prefixes_and_some_that_leave(
     with ThreadPoolExecutor(CLIENTS) as clients:
         answers = list(clients.map(run, jobs))
     tally = Tally()
-    for (prompt, count, leaves), answer in zip(jobs, answers, strict=True):
+    for (_, count, leaves), answer in zip(jobs, answers, strict=True):
         assert len(answer.tokens) == count or leaves
-        tally.check(prompt, answer.tokens)
+    tally.check_all(answers)
     tally.assert_few_ties()
     metrics = cramped.wait_until(idle)
     assert metrics[series("engine_up")] == 1
