@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from kvtier.cache.match import Ready
+from kvtier.errors import TierUnavailableError
 from kvtier.types import MissReason
 from tests.lib.remote_lab import RemoteLab, tokens_of, uploaded
 
@@ -27,7 +30,8 @@ def test_a_closed_cache_with_a_remote_answers(tmp_path: Path) -> None:
     assert not cache.prefetch(match)
     assert cache.begin_load(match, engine.blocks(tokens_of(2))) is None
     assert cache.begin_store(sequence, range(2), engine.blocks(tokens_of(2))) is None
-    assert cache.invalidate(engine.namespace) == 1
+    with pytest.raises(TierUnavailableError):  # No remote has been told of it.
+        cache.invalidate(engine.namespace)
     assert cache.pins.pin(match, 1.0).reason is MissReason.UNAVAILABLE
     cache.lose_worker(0)
     cache.check_integrity()
