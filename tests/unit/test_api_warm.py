@@ -72,6 +72,11 @@ async def test_b113_a_hint_that_cannot_be_is_named(endpoint: str, hints: Any, pa
     assert error["param"] == param
 
 
+async def test_a_hint_that_is_not_known_is_called_so() -> None:
+    error = error_of(await Api().complete("hello", kvtier={"pins": 5}))
+    assert error["message"] == "'kvtier.pins' is not known here."
+
+
 async def test_who_asks_for_a_pin_is_told_what_is_pinned() -> None:
     api = Api(held=Shelf(pinned=8))
     plain = (await api.complete("hello world!")).json()
