@@ -18,6 +18,7 @@ NEW_TOKENS = 2
 #: HBM holds two prompts and DRAM six: what was asked first lies on disk.
 SMALL = ["--kv-bytes=24MiB", "--dram=64MiB", f"--chunk-tokens={CHUNK}"]
 PROMPTS = 9
+ROUNDS_MAX = 5
 #: A chunk takes half a minute.
 SLOW = 1e5
 COST = series("tier_miss_tokens_total", tier="disk", reason="cost")
@@ -41,8 +42,9 @@ async def test_a_slow_disk_is_left_and_taken_up_again(tmp_path: Path, rng: rando
         assert (await served.metrics())[COST] > 0
         files.rate = math.inf
         await served.wait_until(idle)
-        # Reads that were overdue may have closed the disk for a moment.
-        for prompt in prompts[2:]:
+        # Reads that were overdue may have closed the disk for a moment, and on a busy machine a try
+        # has not come within its head start: it is measured, and a later request loads.
+        for prompt in (prompts[2:] + prompts[:2]) * ROUNDS_MAX:
             answer = await served.ask(prompt, NEW_TOKENS)
             tally.check(prompt, answer.tokens)
             if answer.cached["disk"]:
