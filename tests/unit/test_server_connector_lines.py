@@ -86,7 +86,7 @@ Script = Callable[[Peer], Awaitable[None]]
 
 
 @asynccontextmanager
-async def scripted(folder: Path, *scripts: Script) -> AsyncIterator[str]:
+async def scripted(folder: Path, *scripts: Script, timeout_s: float = 30.0) -> AsyncIterator[str]:
     """A server whose connections follow the scripts, one after the other, the last one for all."""
     left = list(scripts)
     peers: list[Peer] = []
@@ -102,7 +102,7 @@ async def scripted(folder: Path, *scripts: Script) -> AsyncIterator[str]:
 
     path = str(folder / "socket")
     server = await asyncio.start_unix_server(serve, path)
-    yield f"kvtier+unix://{path}?connections=1&timeout_s=0.3&connect_timeout_s=2"
+    yield f"kvtier+unix://{path}?connections=1&timeout_s={timeout_s}&connect_timeout_s=30"
     for peer in peers:
         peer.close()
     server.close()
@@ -161,7 +161,7 @@ async def test_b83_a_late_answer_is_never_taken_for_the_next_one(tmp_path: Path)
         peer.send(Data(second.request, Status.OK, ""), b"2" * NBYTES)
         await peer.take()
 
-    async with scripted(tmp_path, script) as url:
+    async with scripted(tmp_path, script, timeout_s=0.7) as url:
         connector = connect(url)
         buffers = [bytearray([POISON]) * NBYTES for _ in range(2)]
         outcomes = [
@@ -188,7 +188,7 @@ async def test_a_server_that_says_nothing_is_left_for_a_new_connection(tmp_path:
         peer.send(Data(asked.request, Status.OK, ""), b"2" * NBYTES)
         await peer.take()
 
-    async with scripted(tmp_path, silent, sound) as url:
+    async with scripted(tmp_path, silent, sound, timeout_s=0.7) as url:
         connector = connect(url)
         buffer = memoryview(bytearray(NBYTES))
         request = ReadRequest(b"key", 0, NBYTES)
