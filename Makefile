@@ -41,6 +41,7 @@ $(READY): pyproject.toml constraints.txt
 		echo "creating .venv with $$python"; \
 		$$python -m venv --clear .venv; \
 	fi
+	@echo 'installing torch and the rest: some minutes the first time'
 	.venv/bin/python -m pip install --quiet pip==$(PIP_VERSION)
 	.venv/bin/python -m pip install --quiet torch -c constraints.txt
 	.venv/bin/python -m pip install --quiet -e '.[engine]' --group dev -c constraints.txt
