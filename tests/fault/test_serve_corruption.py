@@ -84,13 +84,13 @@ async def test_b78_a_bad_file_is_a_miss_counted_and_quarantined(
         await served.wait_for_disk("ok")
         tally.check(prompt, (await served.ask(prompt, NEW_TOKENS)).tokens)
         await served.wait_until(idle)
-    for number in range(12 * scale):
+    for number in range(2 * len(DAMAGES) * scale):
         files = shard_files(disk)
         # Whatever was damaged in the round before has been computed and written again.
         assert len(files) == CHUNKS
         victim, other = rng.sample(files, 2)
         place, damage = position(victim), DAMAGES[number % len(DAMAGES)]
-        is_late = rng.random() < 0.5
+        is_late = number // len(DAMAGES) % 2 == 1
         if not is_late:
             damage(victim, other, rng)
         async with assembled(*options) as served:
