@@ -11,7 +11,9 @@ import pytest
 from kvtier.cache import remote_epochs as module
 from kvtier.cache.remote_epochs import EPOCH_KEYS
 from kvtier.constants import (
+    EPOCHS_BYTES_MAX,
     EPOCHS_MAX,
+    EPOCHS_TRIES_MAX,
 )
 from kvtier.errors import (
     ConnectorDataError,
@@ -145,8 +147,11 @@ def test_a_store_that_keeps_what_is_there_is_made_to_forget_it_first(lab: Remote
 def test_a_store_that_loses_what_is_written_is_named(lab: RemoteLab) -> None:
     ours = lab.open()
     lab.remote.loses = True
+    before = lab.remote.calls["epochs"]
     with pytest.raises(TierUnavailableError, match="does not stay"):
         ours.cache.invalidate(NAMESPACE)
+    # Two reads and two writes each time, and two deletions from the second one on.
+    assert lab.remote.calls["epochs"] - before >= 6 * EPOCHS_TRIES_MAX - 2
 
 
 # Damage
@@ -209,3 +214,4 @@ def test_as_many_as_there_may_be_fit(lab: RemoteLab) -> None:
     assert ours.cache.invalidate(NAMESPACE) == 1
     record = decode_epochs(lab.remote.epochs()[EPOCH_KEYS[1]])
     assert (len(record.epochs), record.floor) == (EPOCHS_MAX, 0)
+    assert len(lab.remote.epochs()[EPOCH_KEYS[1]]) < EPOCHS_BYTES_MAX
