@@ -30,9 +30,9 @@ class Lane:
         Once it could not be made, all that is out fails: it was given room that is not there.
         """
         if self._no_room_made is not None:
-            raise OSError(self._no_room_made.errno, "no room was made before") from (
-                self._no_room_made
-            )
+            cause = self._no_room_made
+            reason = f"{cause.strerror or cause}, when room was to be made"
+            raise OSError(cause.errno, reason) from cause
         try:
             self.volume.do(chores)
         except OSError as error:
