@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.cache.cache import Cache
-from kvtier.cache.costs import Choice
 from kvtier.cache.match import Ready
 from kvtier.cache.worker import CacheWorker
+from kvtier.cache.worth.costs import Choice
 from kvtier.clock import SystemClock
 from kvtier.types import Namespace, Placement
 from kvtier_engine.block_pool import BlockPool

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from kvtier.cache.costs import Choice
 from kvtier.cache.match import Pending, Ready
 from kvtier.cache.sequence import Sequence
+from kvtier.cache.worth.costs import Choice
 from kvtier.constants import LOG_INTERVAL_S
 from kvtier.types import (
     Blocks,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from kvtier.cache.costs import Choice
 from kvtier.cache.match import Ready
+from kvtier.cache.worth.costs import Choice
 from kvtier_engine.request import Request
 from kvtier_engine.scheduling import Share
 

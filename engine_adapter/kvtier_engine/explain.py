@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.cache.cost import Reason
+from kvtier.cache.worth.cost import Reason
 from kvtier.types import MissReason, Tier
 from kvtier_engine.request import Request
 from kvtier_engine.types import Why

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvtier.cache.costs import Choice
 from kvtier.cache.match import Pending, Ready
 from kvtier.cache.sequence import Sequence
+from kvtier.cache.worth.costs import Choice
 from kvtier.types import Blocks, Features, LoadOutcome, Namespace, Plan, Result
 from kvtier_engine.request import Request
 
@@ -34,7 +34,7 @@ class LoadHandle(Protocol):
 
 
 class CostFront(Protocol):
-    """What the link uses of ``kvtier.cache.costs.Costs``."""
+    """What the link uses of ``kvtier.cache.worth.costs.Costs``."""
 
     def choose(
         self, match: Ready, start_token: int, end_token: int, *, split: bool = False

@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from kvtier.cache.encoder import chunk_encoder
+from kvtier.cache.below.encoder import chunk_encoder
 from kvtier.config import Durability, WriteMode, format_size, parse_size
 from kvtier.constants import CHUNK_TOKENS_MAX, GIB, MIB
 from kvtier.errors import ConfigError, MissingExtraError, RegistryError, nearest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvtier.cache.costs import Choice
+from kvtier.cache.worth.costs import Choice
 from kvtier.types import LoadOutcome, Tier
 from kvtier_engine.block_pool import BlockChain
 from kvtier_engine.types import GenerateRequest, TokenLogprob, Why

@@ -9,28 +9,28 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kvtier.cache.below import Below
-from kvtier.cache.cost_keeper import CostKeeper, make_costs
-from kvtier.cache.costs import Costs
-from kvtier.cache.disk_choices import disk_choices, local_files
-from kvtier.cache.disk_room import DiskRoom
-from kvtier.cache.epochs import Epochs
+from kvtier.cache.below.below import Below
+from kvtier.cache.below.disk_choices import disk_choices, local_files
+from kvtier.cache.below.disk_room import DiskRoom
+from kvtier.cache.below.fill import Fill, Filler
+from kvtier.cache.below.prefetch import Prefetcher
+from kvtier.cache.below.remote_room import RemoteRoom, open_remotes
+from kvtier.cache.below.rooms import Rooms
 from kvtier.cache.event_feed import EventFeed
 from kvtier.cache.executor import Executor
-from kvtier.cache.fill import Fill, Filler
 from kvtier.cache.load import LoadContext
 from kvtier.cache.loads import Loads
 from kvtier.cache.lookup import Lookup
-from kvtier.cache.pins import KeptKeys
 from kvtier.cache.plans import OpenPlans
-from kvtier.cache.prefetch import Prefetcher
-from kvtier.cache.remote_room import RemoteRoom, open_remotes
-from kvtier.cache.rooms import Rooms
-from kvtier.cache.roots import Roots
 from kvtier.cache.shapes import Shapes
 from kvtier.cache.spans import record_fill
 from kvtier.cache.store import Storer
-from kvtier.cache.tenancy import Tenancy, make_tenancy
+from kvtier.cache.tenancy.epochs import Epochs
+from kvtier.cache.tenancy.pins import KeptKeys
+from kvtier.cache.tenancy.roots import Roots
+from kvtier.cache.tenancy.tenancy import Tenancy, make_tenancy
+from kvtier.cache.worth.cost_keeper import CostKeeper, make_costs
+from kvtier.cache.worth.costs import Costs
 from kvtier.codecs.calibration_copies import CalibrationCopies
 from kvtier.codecs.known import KnownCodecs
 from kvtier.config import CacheConfig

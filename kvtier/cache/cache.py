@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Iterable
 
 from kvtier.cache.assembly import Given, make_desks, make_medium
-from kvtier.cache.costs import Choice
+from kvtier.cache.below.removal import remove
 from kvtier.cache.figures import cache_stats
 from kvtier.cache.load import Load
 from kvtier.cache.match import Pending, Ready
 from kvtier.cache.planner import check_blocks, check_store
-from kvtier.cache.removal import remove
 from kvtier.cache.sequence import Sequence
 from kvtier.cache.spans import record_match
+from kvtier.cache.worth.costs import Choice
 from kvtier.clock import SystemClock
 from kvtier.codecs.known import KnownCodecs
 from kvtier.config import CacheConfig

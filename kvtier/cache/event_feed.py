@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from kvtier.cache.epochs import Epochs
+from kvtier.cache.tenancy.epochs import Epochs
 from kvtier.obs.events import Event, EventLog
 from kvtier.types import Namespace
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvtier.cache.costs import Costs
-from kvtier.cache.fill import Filler
-from kvtier.cache.remote_room import RemoteRoom
+from kvtier.cache.below.fill import Filler
+from kvtier.cache.below.remote_room import RemoteRoom
+from kvtier.cache.below.writeout import Writeout
 from kvtier.cache.store import Storer
-from kvtier.cache.writeout import Writeout
+from kvtier.cache.worth.costs import Costs
 from kvtier.config import CacheConfig
 from kvtier.obs.counters import Counters
 from kvtier.obs.events import EventLog

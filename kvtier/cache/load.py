@@ -16,16 +16,16 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from kvtier.cache.below import Below
-from kvtier.cache.costs import Choice, Costs
+from kvtier.cache.below.below import Below
 from kvtier.cache.match import Ready
 from kvtier.cache.pieces import Piece, cut_pieces, layers_arrived, missed, sections_below
 from kvtier.cache.planner import load_moves, needed_groups
 from kvtier.cache.plans import OpenPlans
-from kvtier.cache.progress import gives_up
 from kvtier.cache.sequence import Sequence
 from kvtier.cache.shapes import Shapes
 from kvtier.cache.spans import record_load
+from kvtier.cache.worth.costs import Choice, Costs
+from kvtier.cache.worth.progress import gives_up
 from kvtier.constants import (
     LOAD_BYTES_INFLIGHT,
     LOAD_CHUNKS_INFLIGHT_MAX,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtier.cache.load import Load
-from kvtier.cache.roots import Roots
+from kvtier.cache.tenancy.roots import Roots
 from kvtier.types import MissReason
 
 

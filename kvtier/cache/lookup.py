@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from kvtier.cache.costs import Choice
+from kvtier.cache.below.remote_room import RemoteRoom
+from kvtier.cache.below.writeout import Writeout
 from kvtier.cache.match import Ready
 from kvtier.cache.planner import present_groups, usable_chunks
-from kvtier.cache.remote_room import RemoteRoom
 from kvtier.cache.sequence import Sequence
 from kvtier.cache.shapes import Shapes
-from kvtier.cache.writeout import Writeout
+from kvtier.cache.worth.costs import Choice
 from kvtier.obs.counters import Counters
 from kvtier.obs.events import EventLog
 from kvtier.tiers.disk.tier import DiskTier

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvtier.cache.fill import Fill, Hold
+from kvtier.cache.below.fill import Fill, Hold
 from kvtier.cache.match import Ready
 from kvtier.cache.planner import chunk_tokens_covered, needed_groups
 from kvtier.layout import stage_layer_start

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.cache.fill import Fill
+from kvtier.cache.below.fill import Fill
 from kvtier.cache.match import Pending, Ready
 from kvtier.obs.spans import Attribute, Spans
 from kvtier.tiers.dram import DramRecord

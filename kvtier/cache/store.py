@@ -7,14 +7,14 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import partial
 
+from kvtier.cache.below.remote_room import RemoteRoom
+from kvtier.cache.below.writeout import Writeout
 from kvtier.cache.planner import ChunkShape, shard_writers, store_moves
 from kvtier.cache.plans import OpenPlans
-from kvtier.cache.remote_room import RemoteRoom
 from kvtier.cache.sequence import Sequence
 from kvtier.cache.shapes import Shapes
 from kvtier.cache.spans import record_store
-from kvtier.cache.tenancy import Tenancy
-from kvtier.cache.writeout import Writeout
+from kvtier.cache.tenancy.tenancy import Tenancy
 from kvtier.constants import STORE_CHUNKS_INFLIGHT_MAX, STORE_DEADLINE_S
 from kvtier.interfaces import Clock
 from kvtier.obs.events import EventLog

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvtier.cache.pins import check_pin_seconds
+from kvtier.cache.tenancy.pins import check_pin_seconds
 from kvtier.cli.secrets import bearer, read_salt, server_url
 from kvtier.constants import MIB
 from kvtier.errors import ConfigError, TierUnavailableError

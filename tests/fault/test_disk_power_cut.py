@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cache.encoder import ChunkEncoder
+from kvtier.cache.below.encoder import ChunkEncoder
 from kvtier.codecs.zstd import ZstdCodec
 from kvtier.config import Durability
 from kvtier.constants import HEALTH_BACKOFF_S_MAX, JOURNAL_CHANGES_LOGGED

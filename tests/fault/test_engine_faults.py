@@ -13,8 +13,8 @@ from hashlib import blake2b
 import numpy as np
 import pytest
 
-from kvtier.cache.costs import Choice
 from kvtier.cache.match import Ready
+from kvtier.cache.worth.costs import Choice
 from kvtier.types import Blocks, ChunkKey, Tier
 from kvtier_engine.scheduling import SchedulerConfig
 from kvtier_engine.types import FinishReason

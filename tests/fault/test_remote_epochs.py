@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from kvtier.cache import remote_epochs as module
+from kvtier.cache.below import remote_epochs as module
+from kvtier.cache.below.remote_epochs import EPOCH_KEYS
 from kvtier.cache.cache import Cache
-from kvtier.cache.remote_epochs import EPOCH_KEYS
 from kvtier.clock import SystemClock
 from kvtier.config import CacheConfig, RemoteConfig
 from kvtier.constants import (

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.cache import remote_epochs as module
-from kvtier.cache.remote_epochs import EPOCH_KEYS
+from kvtier.cache.below import remote_epochs as module
+from kvtier.cache.below.remote_epochs import EPOCH_KEYS
 from kvtier.constants import (
     EPOCHS_BYTES_MAX,
     EPOCHS_MAX,

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
-from kvtier.cache import remote_room
+from kvtier.cache.below import remote_room
 from kvtier.cache.cache import Cache
 from kvtier.config import CacheConfig, DiskConfig, RemoteConfig
 from kvtier.constants import HEALTH_BACKOFF_S_MAX, WRITES_INFLIGHT_MAX

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kvtier.cache.encoder import ChunkEncoder
+from kvtier.cache.below.encoder import ChunkEncoder
 from kvtier.config import Durability
 from kvtier.errors import KVTierError, ShardError
 from kvtier.policies.lru import LRU

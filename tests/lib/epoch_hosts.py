@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvtier.cache.remote_epochs import EPOCH_KEYS
+from kvtier.cache.below.remote_epochs import EPOCH_KEYS
 from kvtier.constants import (
     EPOCHS_READ_S,
 )

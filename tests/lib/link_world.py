@@ -10,11 +10,11 @@ import random
 import threading
 from dataclasses import dataclass, field
 
-from kvtier.cache.costs import Choice, Costs
 from kvtier.cache.match import Ready
-from kvtier.cache.patience import Patience, Progress
 from kvtier.cache.sequence import Sequence
 from kvtier.cache.shapes import Shapes
+from kvtier.cache.worth.costs import Choice, Costs
+from kvtier.cache.worth.patience import Patience, Progress
 from kvtier.codecs.known import KnownCodecs
 from kvtier.keys import namespace_digest
 from kvtier.testing.clock import FakeClock

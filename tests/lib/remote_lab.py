@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvtier.cache.below.remote_epochs import EPOCH_KEYS
 from kvtier.cache.cache import Cache
 from kvtier.cache.match import Pending, Ready
-from kvtier.cache.remote_epochs import EPOCH_KEYS
 from kvtier.config import CacheConfig, DiskConfig, RemoteConfig
 from kvtier.errors import ConnectorError
 from kvtier.interfaces import Clock, Connector, ReadOutcome

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.cache.cost import Judged, Reason, Segment
-from kvtier.cache.costs import Choice
 from kvtier.cache.match import Pending, Ready
 from kvtier.cache.sequence import Sequence
+from kvtier.cache.worth.cost import Judged, Reason, Segment
+from kvtier.cache.worth.costs import Choice
 from kvtier.keys import namespace_digest
 from kvtier.testing.pools import TorchPool
 from kvtier.types import (

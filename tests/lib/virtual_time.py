@@ -16,7 +16,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
-from kvtier.cache import executor, opener
+from kvtier.cache import executor
+from kvtier.cache.below import opener
 from kvtier.tiers.remote import channel
 
 T = TypeVar("T")

@@ -18,8 +18,8 @@ import pytest
 
 from kvtier.cache.load import Load
 from kvtier.cache.plans import Answered, OpenPlans
-from kvtier.cache.roots import Roots
 from kvtier.cache.sequence import Sequence
+from kvtier.cache.tenancy.roots import Roots
 from kvtier.tiers.arrival import Arrival
 from kvtier.tiers.dram import DramRecord, DramTier
 from kvtier.tiers.index import Lease

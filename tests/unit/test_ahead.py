@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from kvtier.cache.ahead import Ahead, Dirty, Outgoing
-from kvtier.cache.encoder import ChunkEncoder, EncodedChunk
+from kvtier.cache.below.ahead import Ahead, Dirty, Outgoing
+from kvtier.cache.below.encoder import ChunkEncoder, EncodedChunk
 from kvtier.cache.executor import Executor
 from kvtier.cache.shapes import Shapes
 from kvtier.codecs.known import KnownCodecs

@@ -106,7 +106,7 @@ def test_disk_packs_with_its_own_codec_from_the_pool(folder: Path) -> None:
 
 def test_few_chunks_are_staged_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """STAGED_CHUNKS_MAX: the others go to disk as DRAM has them."""
-    monkeypatch.setattr("kvtier.cache.writeout.STAGED_CHUNKS_MAX", 0)
+    monkeypatch.setattr("kvtier.cache.below.writeout.STAGED_CHUNKS_MAX", 0)
     room = Room(folder, "int8", "int5k4v")
     assert room.store(room.sequence(LOSSY))
     room.close()

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cache.cost import Reason
-from kvtier.cache.costs import Choice
 from kvtier.cache.load import Load
 from kvtier.cache.match import Ready
+from kvtier.cache.worth.cost import Reason
+from kvtier.cache.worth.costs import Choice
 from kvtier.constants import COST_SAVE_S
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import EngineDouble, Loading, wait_until

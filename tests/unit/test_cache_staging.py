@@ -100,7 +100,7 @@ def test_b110_a_full_disk_pins_nothing(room: Room) -> None:
 def test_b96_what_hangs_holds_what_is_being_written_alone(
     room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.cache.writeout.WRITE_DEADLINE_S", 0.05)
+    monkeypatch.setattr("kvtier.cache.below.writeout.WRITE_DEADLINE_S", 0.05)
     gate = FileGate(operations=(FileOperation.CREATE,))
     room.files.inject(gate)
     room.store(0, 16)

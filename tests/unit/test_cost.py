@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.cache.cost import (
+from kvtier.cache.worth.cost import (
     LEAVES_AT,
     RETURNS_AT,
     Judged,

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from kvtier.cache.lines import Line, Points, PrefillPoints
+from kvtier.cache.worth.lines import Line, Points, PrefillPoints
 from kvtier.constants import COST_POINTS_MAX
 
 SIZES = (1e6, 4e6, 2e6, 8e6, 1e6, 6e6, 3e6, 5e6)

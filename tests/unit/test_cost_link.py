@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.cache.link import Link
+from kvtier.cache.worth.link import Link
 
 MB = 1_000_000
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.cache.lines import PrefillPoints
-from kvtier.cache.patience import OVERTIME, Patience, Progress, head_start_s
+from kvtier.cache.worth.lines import PrefillPoints
+from kvtier.cache.worth.patience import OVERTIME, Patience, Progress, head_start_s
 
 TOKENS = 1000
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cache.cost_store import FILE, Kept, KeptPrefill, load, name_of, save
+from kvtier.cache.worth.cost_store import FILE, Kept, KeptPrefill, load, name_of, save
 from kvtier.constants import COST_FILE_BYTES_MAX, COST_NAMES_MAX, COST_SHAPE_POINTS_MAX
 
 KEPT = Kept(

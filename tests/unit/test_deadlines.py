@@ -39,7 +39,7 @@ def test_a_store_that_is_begun_too_late_is_given_up(setup: CacheSetup) -> None:
 def test_a_write_that_hangs_makes_the_disk_slow_until_it_ends(
     setup: CacheSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.cache.writeout.WRITE_DEADLINE_S", WRITE_DEADLINE_S / 200)
+    monkeypatch.setattr("kvtier.cache.below.writeout.WRITE_DEADLINE_S", WRITE_DEADLINE_S / 200)
     gate = FileGate(operations=(FileOperation.CREATE,), path="incoming")
     setup.files.inject(gate)
     engine = setup.open()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvtier.cache.cost import Reason
+from kvtier.cache.worth.cost import Reason
 from kvtier.types import MissReason, Tier
 from kvtier_engine.scheduling import SchedulerConfig
 from tests.lib.toy_engine import Answer, ToyEngine, prompt_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cache.epochs import Epochs
+from kvtier.cache.tenancy.epochs import Epochs
 from kvtier.tiers.disk.epoch_file import StoredEpochs, load_epochs, save_epochs
 
 A, B = b"a" * 32, b"b" * 32

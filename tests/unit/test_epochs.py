@@ -6,8 +6,8 @@ from unittest.mock import patch
 
 from hypothesis import given, strategies
 
-from kvtier.cache import epochs as epochs_module
-from kvtier.cache.epochs import Epochs
+from kvtier.cache.tenancy import epochs as epochs_module
+from kvtier.cache.tenancy.epochs import Epochs
 from kvtier.constants import EPOCHS_MAX
 
 A, B = b"a" * 32, b"b" * 32

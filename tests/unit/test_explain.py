@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvtier.cache.cost import Reason
+from kvtier.cache.worth.cost import Reason
 from kvtier.types import MissReason, Tier
 from kvtier_engine.types import Why
 from tests.lib.toy_engine import ToyEngine, prompt_of

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cache import opener as opener_module
-from kvtier.cache.epochs import Epochs
+from kvtier.cache.below import opener as opener_module
+from kvtier.cache.below.opener import VolumeOpener, save_epochs_everywhere
 from kvtier.cache.executor import Executor
-from kvtier.cache.opener import VolumeOpener, save_epochs_everywhere
-from kvtier.cache.roots import Roots
+from kvtier.cache.tenancy.epochs import Epochs
+from kvtier.cache.tenancy.roots import Roots
 from kvtier.config import Durability
 from kvtier.constants import HEALTH_BACKOFF_S_MAX, READ_FAILURES_MAX
 from kvtier.errors import TierUnavailableError

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cache.pins import KeptKeys, PinOutcome
 from kvtier.cache.sequence import Sequence
-from kvtier.cache.wishes import Wishes
+from kvtier.cache.tenancy.pins import KeptKeys, PinOutcome
+from kvtier.cache.tenancy.wishes import Wishes
 from kvtier.constants import (
     EXPIRING_CHUNKS_MAX,
     PIN_S_MAX,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cache import roots as roots_module
-from kvtier.cache.epochs import Epochs
-from kvtier.cache.roots import RootRow, Roots
 from kvtier.cache.sequence import Sequence
+from kvtier.cache.tenancy import roots as roots_module
+from kvtier.cache.tenancy.epochs import Epochs
+from kvtier.cache.tenancy.roots import RootRow, Roots
 from kvtier.constants import GIVE_WAY_ROWS_MAX, ROOTS_MAX
 from kvtier.keys import namespace_digest, tenant_digest
 from kvtier.tiers.coldest import coldest_first

@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 
-from kvtier.cache import remotes as remotes_module
-from kvtier.cache import upload as upload_module
+from kvtier.cache.below import remotes as remotes_module
+from kvtier.cache.below import upload as upload_module
 from kvtier.config import RemoteConfig
 from kvtier.constants import (
     REMOTE_ASKED_CHUNKS_MAX,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cache import disk_choices
-from kvtier.cache import opener as opener_module
+from kvtier.cache.below import disk_choices
+from kvtier.cache.below import opener as opener_module
 from kvtier.cache.cache import Cache
 from kvtier.config import CacheConfig, DiskConfig, Durability, WriteMode
 from kvtier.constants import SWEEP_LOCK_FILES, USED_NOTE_S

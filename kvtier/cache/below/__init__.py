@@ -1,0 +1,1 @@
+"""What lies below DRAM: bringing up from disk and remotes, and writing to them."""

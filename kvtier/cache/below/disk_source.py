@@ -1,0 +1,109 @@
+"""A chunk on disk, as a fill reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from kvtier.cache.below.fill import Arriving, Origin, UnwantedError
+from kvtier.cache.executor import Executor, Fault
+from kvtier.errors import DeadlineError, MissingExtraError, RegistryError, ShardError
+from kvtier.tiers.disk.shard_files import DirectoryLostError
+from kvtier.tiers.disk.tier import DiskRecord, DiskTier
+from kvtier.tiers.disk.volume import DiskPlace
+from kvtier.tiers.index import Lease
+from kvtier.types import MissReason, ShardId, Tier
+
+
+class DiskSource:
+    """A ``Source`` over one record of the disk tier."""
+
+    def __init__(self, disk: DiskTier, record: DiskRecord, executor: Executor) -> None:
+        self._disk = disk
+        self._record = record
+        self._executor = executor
+        self._volume = disk.volume_of(record)
+        self._failed: ShardId | None = None
+
+    @property
+    def origin(self) -> Origin:
+        """What the record says."""
+        record, entry = self._record, self._record.entry
+        return Origin(
+            Tier.DISK,
+            "disk",
+            entry.key,
+            entry.parent,
+            entry.position,
+            record.namespace,
+            record.codec,
+            record.places.keys(),
+            entry.nbytes,
+        )
+
+    def hold(self) -> Lease[DiskPlace]:
+        """Pin the record."""
+        return self._disk.index.lease([self._record])
+
+    def fetch(
+        self,
+        arriving: Arriving,
+        done: Callable[[Fault | None], None],
+        *,
+        deadline: float,
+        late: Callable[[Fault | None], None],
+    ) -> None:
+        """Read shard after shard in one of the directory's threads."""
+        files = self._volume.files
+        places = {shard: self._record.places[shard] for shard in arriving.slots}
+
+        def read_shards() -> None:
+            for shard, place in places.items():
+                path = place.path
+                if not arriving.wanted():
+                    raise UnwantedError(f"nobody waits for {path}")
+
+                def progress(sections: int, shard: ShardId = shard) -> None:
+                    arriving.progress(shard, sections)
+
+                expected = replace(arriving.expected[shard], stored_bytes=place.nbytes)
+                try:
+                    files.read(path, arriving.slots[shard], expected, progress)
+                except ShardError:
+                    self._failed = shard
+                    raise
+
+        number = self._volume.number
+        self._executor.read(number, read_shards, done, deadline=deadline, late=late)
+
+    def settle(self, outcome: Fault | None) -> MissReason | None:
+        """Tell the directory how it did; condemn or forget what was not as it should be."""
+        volume = self._volume
+        held = self._disk.index.get(self._record.entry.key) is self._record
+        if outcome is None:
+            volume.read_succeeded()
+            return None
+        if isinstance(outcome, DeadlineError):
+            volume.late_count += 1
+            volume.read_failed(outcome)
+            return MissReason.DEADLINE
+        if isinstance(outcome, ShardError):
+            volume.read_succeeded()
+            if held and self._failed is not None:
+                self._disk.condemn(self._record, self._failed)
+            return MissReason.CORRUPT
+        if isinstance(outcome, MissingExtraError | RegistryError):  # What encoded it is not here.
+            volume.read_succeeded()
+            return MissReason.CODEC
+        # A directory that is gone may come back with all that it holds.
+        lost = isinstance(outcome, DirectoryLostError)
+        if isinstance(outcome, FileNotFoundError) and not lost:
+            if held:
+                self._disk.forget(self._record)
+            return MissReason.ABSENT
+        volume.read_failed(outcome)
+        return MissReason.IO_ERROR
+
+    def end_late(self) -> None:
+        """One overdue read less."""
+        self._volume.late_count -= 1

@@ -1,0 +1,1 @@
+"""Whose chunks are: epochs, quotas, pins, wishes, and giving back what ended."""

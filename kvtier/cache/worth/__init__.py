@@ -1,0 +1,1 @@
+"""What is worth loading: what tiers and computing cost, measured, and what follows."""
