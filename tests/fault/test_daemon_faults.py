@@ -51,7 +51,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 @pytest.fixture(params=[0, 1], ids=["tcp", "unix"])
 def url(server: Daemon, request: pytest.FixtureRequest) -> str:
-    return server.urls[request.param]
+    number: int = request.param
+    return server.urls[number]
 
 
 def check(server: Daemon) -> None:

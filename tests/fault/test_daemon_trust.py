@@ -261,4 +261,5 @@ def test_a_port_that_is_taken_is_told(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_a_hello_is_not_shown() -> None:
     assert "secret" not in repr(Hello(1, 1, b"secret"))
-    assert Read(1, b"key", 0, 1) != Data(1, Status.OK, "")
+    messages: list[object] = [Read(1, b"key", 0, 1), Data(1, Status.OK, "")]
+    assert messages[0] != messages[1]

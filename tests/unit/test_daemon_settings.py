@@ -124,9 +124,9 @@ def test_settings_that_contradict_are_refused() -> None:
     # TLS alone lets anybody in; certificates of clients do not.
     with pytest.raises(ConfigError, match="--insecure"):
         DaemonConfig((beyond,), cache, door, tls=tls_files("c", "k", None))
-    assert DaemonConfig((beyond,), cache, door, tls=tls_files("c", "k", "a"))
-    assert DaemonConfig((beyond,), cache, Door(Tokens({"ann": b"x"})))
-    assert DaemonConfig((beyond,), cache, door, insecure=True)
+    DaemonConfig((beyond,), cache, door, tls=tls_files("c", "k", "a"))
+    DaemonConfig((beyond,), cache, Door(Tokens({"ann": b"x"})))
+    DaemonConfig((beyond,), cache, door, insecure=True)
     with pytest.raises(ConfigError, match="--http"):
         DaemonConfig((Address("::1", 7),), cache, door, http=beyond)
     for cert, key, ca in (("c", None, None), (None, "k", None), (None, None, "a")):
