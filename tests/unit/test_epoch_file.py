@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.cache.tenancy.epochs import Epochs
-from kvtier.tiers.disk.epoch_file import StoredEpochs, load_epochs, save_epochs
+from kvtier.tiers.disk.epoch_file import load_epochs, save_epochs
+from kvtier.tiers.epoch_record import StoredEpochs
 
 A, B = b"a" * 32, b"b" * 32
 

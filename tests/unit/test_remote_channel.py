@@ -234,6 +234,7 @@ def test_too_much_that_waits_is_refused(labs: Callable[..., Lab]) -> None:
     lab.remote.wait_for_calls("read", 1)
     lab.remote.release()
     outcomes = future.result(20.0)
+    assert isinstance(outcomes, list)
     assert [type(outcome) for outcome in outcomes[-5:]] == [ConnectorRefusedError] * 5
     assert outcomes[:-5] == [None] * REMOTE_JOBS_MAX
 

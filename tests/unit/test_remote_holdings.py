@@ -21,7 +21,8 @@ BOTH = frozenset({FIRST, SECOND})
 
 
 def holdings(capacity: int = 100, left: list[ChunkKey] | None = None) -> Holdings:
-    return Holdings(capacity, LRU, FakeClock(), [].append if left is None else left.append)
+    told: list[ChunkKey] = [] if left is None else left
+    return Holdings(capacity, LRU, FakeClock(), told.append)
 
 
 def listed(*names: int, nbytes: int = 10) -> list[KeyInfo]:
@@ -40,9 +41,9 @@ def store(held: Holdings, name: int, nbytes: int = 20) -> None:
 
 def test_a_listing_is_taken_in_by_chunks() -> None:
     held = holdings()
-    assert not held.listed
+    before = held.listed
     held.adopt(listed(1, 2, 3))
-    assert held.listed
+    assert (before, held.listed) == (False, True)
     assert (len(held.index), held.used_bytes, held.deletions_due) == (3, 60, False)
     record = held.index.ready(chunk_key(2))
     assert record is not None
@@ -103,11 +104,9 @@ def test_a_sole_writer_knows_without_asking_once_it_has_listed() -> None:
     books = tier(FakeClock())
     books.holdings = held = holdings()
     assert books.shards(chunk_key(1)) is None
-    assert not books.writable
-    assert books.state[0] == "opening"
+    assert (books.writable, books.state[0]) == (False, "opening")
     held.adopt(listed(1))
-    assert books.writable
-    assert books.state == ("ok", "")
+    assert (books.writable, *books.state) == (True, "ok", "")
     assert books.shards(chunk_key(1)) == BOTH
     assert books.shards(chunk_key(2)) == frozenset()
 
@@ -154,10 +153,9 @@ def test_the_state_is_one_word_with_the_fault_behind_it(
 def test_a_bounded_number_of_answers_may_be_overdue() -> None:
     books = tier(FakeClock())
     books.late_count = LATE_JOBS_MAX - 1
-    assert books.answers
+    before = books.answers
     books.late_count = LATE_JOBS_MAX
-    assert not books.answers
-    assert books.state[0] == "slow"
+    assert (before, books.answers, books.state[0]) == (True, False, "slow")
 
 
 def test_codecs_are_remembered_for_a_bounded_number_of_namespaces() -> None:
