@@ -78,9 +78,9 @@ SPLIT = KVLayout(
 STAGED = KVLayout((FULL,), chunk_tokens=CHUNK, stage_starts=(0, 2), section_layers=1)
 
 
-def of_tenant(engine: EngineDouble, salt: str, **fields: str) -> EngineDouble:
+def of_tenant(engine: EngineDouble, salt: str, adapter_id: str = "") -> EngineDouble:
     """Give another tenant an engine over the same cache; the caller closes it."""
-    namespace = replace(engine.namespace, tenant_salt=salt, **fields)
+    namespace = replace(engine.namespace, tenant_salt=salt, adapter_id=adapter_id)
     return EngineDouble(engine.cache, namespace, block_tokens=BLOCK)
 
 

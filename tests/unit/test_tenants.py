@@ -42,8 +42,8 @@ def other(setup: CacheSetup) -> Iterator[Others]:
     """Other tenants' engines; they are closed before the cache."""
     with ExitStack() as undo:
 
-        def made(engine: EngineDouble, salt: str, **fields: str) -> EngineDouble:
-            double = of_tenant(engine, salt, **fields)
+        def made(engine: EngineDouble, salt: str, adapter_id: str = "") -> EngineDouble:
+            double = of_tenant(engine, salt, adapter_id)
             undo.callback(double.close)
             return double
 
