@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
+import os
 import random
 import shutil
 from collections import Counter
@@ -18,7 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
-from kvtier.cache.below import remote_room
 from kvtier.cache.cache import Cache
 from kvtier.config import CacheConfig, DiskConfig, RemoteConfig
 from kvtier.constants import HEALTH_BACKOFF_S_MAX, WRITES_INFLIGHT_MAX
@@ -133,7 +133,7 @@ class CacheSimulation:
         def connect(url: str) -> Connector:
             return self.remotes[int(url.removeprefix("world://"))]
 
-        with mock.patch.object(remote_room.os, "urandom", self.draws.randbytes):
+        with mock.patch.object(os, "urandom", self.draws.randbytes):
             cache = Cache(config, clock=self.time.loop, files=self.files, connect=connect)
         return World(cache, self.time.loop, self.draws, placements)
 

@@ -7,10 +7,10 @@ import contextlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvtier.cache.below.remote_epochs import EPOCH_KEYS
 from kvtier.cache.cache import Cache
@@ -40,6 +40,8 @@ from tests.lib.cache_setup import (
     ranks,
     tier_stats,
 )
+
+T = TypeVar("T")
 
 
 class ToyRemote:
@@ -108,20 +110,23 @@ class ToyRemote:
 
     async def list(self, prefix: bytes) -> AsyncIterator[KeyInfo]:
         self.calls["list"] += 1
-        self.twist.get("list", lambda _: None)(None)
+        if "list" in self.twist:
+            self.twist["list"](None)
         async for info in self.store.list(prefix):
             yield info
 
     def _operation(self, name: str, keys: Sequence[bytes]) -> str:
         return "epochs" if set(keys) <= set(EPOCH_KEYS) else name
 
-    async def _answer(self, operation: str, count: int, work: Callable[[], Any]) -> Any:
+    async def _answer(self, operation: str, count: int, work: Callable[[], Awaitable[T]]) -> T:
         self.calls[operation] += 1
         self.batches.append((operation, count))
         if operation in self.held:
             await asyncio.to_thread(self._wait, operation)
         answer = await work()
-        return self.twist.get(operation, lambda same: same)(answer)
+        if operation in self.twist:
+            answer = self.twist[operation](answer)
+        return answer
 
     def _wait(self, operation: str) -> None:
         with self._changed:

@@ -40,6 +40,11 @@ def telling_byte(draws: random.Random, nbytes: int) -> int:
     return min(place, nbytes - 1)
 
 
+def twisted(draws: random.Random, right: list[Any], wrong: list[Any]) -> list[Any]:
+    """Answer otherwise, too much, too little, or with what is no answer."""
+    return draws.choice((wrong, right[1:], [*right, *right], [object()] * len(right)))
+
+
 class WorldRemote:
     """A connector over a dict, shared by the processes that come and go.
 
@@ -57,7 +62,7 @@ class WorldRemote:
         await self._arrive("contains")
         found = [key in self.objects for key in keys]
         if self._lies("contains"):
-            return self._twisted(found, [self._draws.random() < 0.5 for _ in keys])
+            return twisted(self._draws, found, [self._draws.random() < 0.5 for _ in keys])
         return found
 
     async def read(
@@ -66,7 +71,7 @@ class WorldRemote:
         await self._arrive("read")
         outcomes = [self._read(*pair) for pair in zip(requests, into, strict=True)]
         if self._lies("counts"):
-            return self._twisted(outcomes, [request.nbytes for request in requests])
+            return twisted(self._draws, outcomes, [request.nbytes for request in requests])
         return outcomes
 
     async def write(self, items: Sequence[WriteItem]) -> list[ConnectorError | None]:
@@ -125,7 +130,3 @@ class WorldRemote:
         lies = self.mood is Mood.LYING and self._draws.random() < 0.3
         self.lies[kind] += lies
         return lies
-
-    def _twisted(self, right: list[Any], wrong: list[Any]) -> list[Any]:
-        """Answer otherwise, too much, too little, or with what is no answer."""
-        return self._draws.choice((wrong, right[1:], [*right, *right], [object()] * len(right)))

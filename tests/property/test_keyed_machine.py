@@ -91,8 +91,8 @@ class KeyedMachine(RuleBasedStateMachine):
 
     @rule()
     def poll(self) -> None:
-        for under_way in (*self.puts, *self.gets):
-            under_way[0].poll()
+        for transfer in (*(put[0] for put in self.puts), *(get[0] for get in self.gets)):
+            transfer.poll()
 
     @rule()
     def end_puts(self) -> None:

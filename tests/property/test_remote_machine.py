@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +88,20 @@ class RemoteMachine(RuleBasedStateMachine):
         self.temporary = tempfile.TemporaryDirectory()
         self.clock = FakeClock()
         self.lab = RemoteLab(Path(self.temporary.name), [ToyRemote() for _ in range(remotes)])
-        (self.layout, self.size), self.loading = layout, None
-        self.how = {
-            "dram_chunks": dram * 2,
-            "disk_chunks": None if disk is None else disk * 2,
-            "capacity_bytes": capacity * 2 * 16384,
-            "mode": mode,
-            "connections": connections,
-            "deadline_s": 0.05,
-        }
+        self.loading: Loading | None = None
+        self.capacity_bytes = capacity * 2 * 16384
+        self.opened = partial(
+            self.lab.open,
+            layout[0],
+            placements=ranks(layout[1]),
+            clock=self.clock,
+            dram_chunks=dram * 2,
+            disk_chunks=None if disk is None else disk * 2,
+            capacity_bytes=self.capacity_bytes,
+            mode=mode,
+            connections=connections,
+            deadline_s=0.05,
+        )
         self.open()
         for family in range(3):
             self.engine.store(self.engine.sequence(prompt(family, 0, 5)))
@@ -103,10 +109,8 @@ class RemoteMachine(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        self.engine = self.lab.open(
-            self.layout, placements=ranks(self.size), clock=self.clock, **self.how
-        )
-        self.loading: Loading | None = None
+        self.engine = self.opened()
+        self.loading = None
 
     @rule(family=st.integers(0, 2), branch=st.integers(0, 1), chunks=st.integers(1, 6))
     def store(self, family: int, branch: int, chunks: int) -> None:
@@ -216,7 +220,7 @@ class RemoteMachine(RuleBasedStateMachine):
         if hasattr(self, "engine"):
             self.engine.cache.check_integrity()
             stats = tier_stats(self.engine.cache, Tier.REMOTE)
-            if self.how["capacity_bytes"]:
+            if self.capacity_bytes:
                 assert stats.used_bytes <= 2 * stats.capacity_bytes
 
     def drive(self) -> None:
