@@ -73,12 +73,14 @@ def test_whoever_packs_otherwise_reads_it_all_the_same(
     assert len(listed(url)) == CHUNKS
 
 
-def test_what_this_process_cannot_unpack_is_a_miss_and_stays(tmp_path: Path, url: str) -> None:
+def test_what_this_process_cannot_unpack_is_a_miss_and_stays(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     room = Room(tmp_path, "int5k4v", remote=url)
     assert room.store(room.sequence(LOSSY))
     room.close()
     room = Room(tmp_path, "raw", remote=url)
-    room.cache.codecs.readable = lambda name, _: name == "raw"  # type: ignore[method-assign]
+    monkeypatch.setattr(room.cache.codecs, "readable", lambda name, _: name == "raw")
     outcome = room.load(room.sequence(LOSSY))
     assert outcome is not None
     assert outcome.end_token == 0

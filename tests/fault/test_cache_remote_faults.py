@@ -19,7 +19,7 @@ from kvtier.errors import (
 )
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import EngineDouble, Loading, wait_until
-from kvtier.testing.faults import CutRead, DropKey, FailCall, Faulty, FlipBit, Operation
+from kvtier.testing.faults import CutRead, DropKey, FailCall, Fault, Faulty, FlipBit, Operation
 from kvtier.types import Miss, MissReason, Tier
 from tests.lib.cache_setup import CHUNK, SPLIT, ranks, refused, tier_stats
 from tests.lib.remote_lab import (
@@ -163,7 +163,12 @@ def test_a_lookup_that_is_answered_wrongly_finds_nothing(
     engine = lab.filled(FIVE, clock=clock, pending_deadline_s=1.0)
     lab.remote.twist["contains"] = lie
     sequence = engine.sequence(FIVE)
-    wait_until(lambda: state(engine) != "ok" or not engine.cache.match(sequence), "never given up")
+
+    def given_up() -> bool:
+        engine.cache.match(sequence)
+        return state(engine) != "ok"
+
+    wait_until(given_up, "never given up")
     assert engine.match(sequence).tokens == 0
 
 
@@ -200,7 +205,11 @@ def test_faults_of_the_kit_are_misses(lab: RemoteLab, kind: str) -> None:
     engine = lab.filled(FIVE)
     (name,) = chunk_of(engine.sequence(FIVE).chunk_keys[1], lab.remote.objects())
     match = engine.match(engine.sequence(FIVE))
-    kinds = {"flip": FlipBit(name), "cut": CutRead(name, 900), "drop": DropKey(name)}
+    kinds: dict[str, Fault] = {
+        "flip": FlipBit(name),
+        "cut": CutRead(name, 900),
+        "drop": DropKey(name),
+    }
     wrapped[-1].faults = [kinds[kind]]
     outcome = engine.load(match).outcome
     assert outcome.end_token == CHUNK

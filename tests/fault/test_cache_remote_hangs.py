@@ -39,8 +39,9 @@ def state(engine: EngineDouble) -> str:
 
 def test_b09_an_answer_after_the_deadline_writes_to_no_other_slot(lab: RemoteLab) -> None:
     clock = FakeClock()
-    how = {"connections": 8, "deadline_s": 0.05, "dram_chunks": 6, "load_deadline_s": 1.0}
-    engine = lab.filled(FIVE, clock=clock, **how)
+    engine = lab.filled(
+        FIVE, clock=clock, connections=8, deadline_s=0.05, dram_chunks=6, load_deadline_s=1.0
+    )
     lab.remote.hold("read")
     loading = begun(engine, FIVE)
     assert loading.load.poll() == []
