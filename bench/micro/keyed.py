@@ -49,9 +49,7 @@ def measure(nbytes: int, count: int, rounds: int) -> dict[str, object]:
         spent["contains"].append(timed_s(lambda keys=keys: keyed.contains(keys)))  # type: ignore[misc]
         if into != sources or keyed.get(keys, into).wait() != [Tier.DRAM] * count:
             raise SystemExit("gate: not every byte comes back")
-        spent["copy"].append(
-            timed_s(lambda: [_copy(*pair) for pair in zip(sources, into, strict=True)])
-        )
+        spent["copy"].append(timed_s(lambda: _copy(sources, into)))
         keyed.delete(keys)
     keyed.close()
     cache.close()
@@ -66,8 +64,9 @@ def measure(nbytes: int, count: int, rounds: int) -> dict[str, object]:
     return figures
 
 
-def _copy(source: bytes, target: bytearray) -> None:
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+def _copy(sources: list[bytes], targets: list[bytearray]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def main() -> None:

@@ -62,8 +62,9 @@ class Room:
             str(folder / "disk"), disk_bytes, more_paths=more, codec=block, byte_codec=byte
         )
         remotes = (RemoteConfig(remote),) if remote else ()
-        tiers = (None, remotes) if remote else (disk, ())
-        config = CacheConfig(16 * MIB, *tiers, codec=codec, slab_bytes=MIB)
+        config = CacheConfig(
+            16 * MIB, None if remote else disk, remotes, codec=codec, slab_bytes=MIB
+        )
         self.cache = Cache(config, files=files)
         self.worker = CacheWorker(Placement(), self.cache.arena, codecs=self.cache.codecs)
         count = CHUNKS * CHUNK // BLOCK

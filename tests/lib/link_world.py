@@ -18,7 +18,7 @@ from kvtier.cache.worth.patience import Patience, Progress
 from kvtier.codecs.known import KnownCodecs
 from kvtier.keys import namespace_digest
 from kvtier.testing.clock import FakeClock
-from kvtier.types import ChunkHit, GroupKind, KVGroup, KVLayout, Namespace, Tier
+from kvtier.types import ChunkHit, ChunkKey, GroupKind, KVGroup, KVLayout, Namespace, Tier
 
 CHUNK = 256
 #: Thirty-two layers are eight sections; the sizes of a small model in float32.
@@ -186,5 +186,5 @@ class World:
         return 1 + self.random.uniform(-self.noise, self.noise)
 
 
-def _key(index: int) -> bytes:
-    return index.to_bytes(32, "little")
+def _key(index: int) -> ChunkKey:
+    return ChunkKey(index.to_bytes(32, "little"))
