@@ -222,7 +222,7 @@ def test_faults_of_the_kit_are_misses(lab: RemoteLab, kind: str) -> None:
 
 def test_a_read_that_fails_once_is_tried_again(lab: RemoteLab) -> None:
     def wrap(inner: Any) -> Faulty:
-        return Faulty(inner, [FailCall(Operation.READ, 1)])
+        return Faulty(inner, [FailCall(Operation.READ, 3)])  # After both copies of the epochs.
 
     lab.wrap = wrap
     engine = lab.filled(FIVE)

@@ -202,7 +202,7 @@ class RemoteMachine(RuleBasedStateMachine):
         elif what == "wait" and self.loading is None:
             self.heal()
             quiet(self.engine)
-        elif what == "stale":
+        elif what == "invalidate":
             with contextlib.suppress(TierUnavailableError):  # Its disk may not be open yet.
                 self.engine.cache.invalidate(self.engine.namespace)
         elif what == "restart":
