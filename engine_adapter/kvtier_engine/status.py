@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
-from kvtier.obs.stats import CacheStats, CostStats, Histogram, TenantCounters, TierStats
+from kvtier.obs.stats import CacheStats, CostStats, TenantCounters
+from kvtier.obs.told import told_by_word, told_cache, told_health, told_tier
 from kvtier.types import Tier
 from kvtier_engine.api.app import Health
 from kvtier_engine.api.ports import ServedModel
 from kvtier_engine.engine_stats import EngineStats
 from kvtier_engine.prometheus import Snapshot
-
-_QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +90,10 @@ def stats_of(
         "prompt_tokens": engine.prompt_tokens,
         "generated_tokens": engine.generated_tokens,
         "hit_tokens": {tier.value: engine.hit_tokens.get(tier, 0) for tier in Tier},
-        "tiers": [_hbm(facts, engine), *(_figures(tier) for tier in now.tiers)],
+        "tiers": [_hbm(facts, engine), *map(told_tier, now.tiers)],
     }
     if cache is not None:
-        report["cache"] = {
-            "loads_inflight": cache.loads_inflight,
-            "stores_inflight": cache.stores_inflight,
-            "writes_queued": cache.writes_queued,
-            "late_jobs": cache.late_jobs,
-            "saved_compute_s": cache.saved_compute_s,
-            "lost_compute_s": cache.lost_compute_s,
-            "events_dropped": cache.events_dropped,
-        }
+        report["cache"] = told_cache(cache)
         report["costs"] = _costs(cache.costs)
     if tenants:
         report["tenants"] = {name: _tenant(each) for name, each in now.tenants.items()}
@@ -113,7 +103,7 @@ def stats_of(
 def _tiers(facts: Facts, engine: EngineStats, cache: CacheStats | None) -> list[dict[str, Any]]:
     hbm = _hbm(facts, engine)
     if cache is not None:
-        return [hbm, *(_tier(tier) for tier in cache.tiers)]
+        return [hbm, *map(told_health, cache.tiers)]
     if facts.cache_problem:
         problem = {"state": "unavailable", "detail": facts.cache_problem, "codec": facts.codec}
         return [hbm, {"name": Tier.DRAM.value, **problem, "used_bytes": 0, "capacity_bytes": 0}]
@@ -130,43 +120,6 @@ def _hbm(facts: Facts, engine: EngineStats) -> dict[str, Any]:
         "used_bytes": held * facts.block_bytes,
         "capacity_bytes": engine.blocks_total * facts.block_bytes,
     }
-
-
-def _tier(tier: TierStats) -> dict[str, Any]:
-    return {
-        "name": tier.tier.value,
-        "state": tier.state,
-        "detail": tier.detail,
-        "codec": tier.codec,
-        "used_bytes": tier.used_bytes,
-        "capacity_bytes": tier.capacity_bytes,
-    }
-
-
-def _figures(tier: TierStats) -> dict[str, Any]:
-    counters = tier.counters
-    return {
-        **_tier(tier),
-        "chunks": tier.chunks,
-        "pinned_chunks": tier.pinned_chunks,
-        "quarantined_files": tier.quarantined_files,
-        "hit_tokens": counters.hit_tokens,
-        "miss_tokens": _by_word(counters.miss_tokens),
-        "refused_chunks": _by_word(counters.refused_chunks),
-        "evicted_chunks": counters.evicted_chunks,
-        "corrupt_shards": counters.corrupt_shards,
-        "io_errors": counters.io_errors,
-        "read_bytes": counters.read_bytes,
-        "written_bytes": counters.written_bytes,
-        "index_bytes": tier.index_bytes,
-        "read_s": _latency(counters.read_latency),
-        "write_s": _latency(counters.write_latency),
-    }
-
-
-def _latency(histogram: Histogram) -> dict[str, Any]:
-    quantiles = {name: histogram.quantile(share) for name, share in _QUANTILES.items()}
-    return {"count": histogram.count, "total": histogram.total_s, **quantiles}
 
 
 def _costs(costs: CostStats) -> dict[str, Any]:
@@ -188,11 +141,7 @@ def _tenant(counters: TenantCounters) -> dict[str, Any]:
     misses: dict[str, dict[str, int]] = {}
     for (tier, reason), tokens in counters.miss_tokens.items():
         misses.setdefault(tier.value, {})[reason.value] = tokens
-    return {"hit_tokens": _by_word(counters.hit_tokens), "miss_tokens": misses}
-
-
-def _by_word(counts: Mapping[Any, int]) -> dict[str, int]:
-    return {word.value: count for word, count in counts.items() if count}
+    return {"hit_tokens": told_by_word(counters.hit_tokens), "miss_tokens": misses}
 
 
 def _sequences(engine: EngineStats) -> dict[str, int]:

@@ -16,9 +16,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from kvtier.obs.stats import LATENCY_BOUNDS_S, CacheStats, Histogram, TierStats
+from kvtier.obs.told import told_cache, told_health, told_tier
 from kvtier_server.counters import Counters
-
-_QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +43,8 @@ def stats_of(now: Snapshot) -> dict[str, Any]:
         "draining": now.draining,
         "prompt_tokens": now.counters.reads + now.counters.absent,
         "hit_tokens": {tier.tier.value: tier.counters.hit_tokens for tier in cache.tiers},
-        "tiers": [_figures(tier) for tier in cache.tiers],
-        "cache": {
-            "loads_inflight": cache.loads_inflight,
-            "stores_inflight": cache.stores_inflight,
-            "writes_queued": cache.writes_queued,
-            "late_jobs": cache.late_jobs,
-            "saved_compute_s": cache.saved_compute_s,
-            "lost_compute_s": cache.lost_compute_s,
-        },
+        "tiers": list(map(told_tier, cache.tiers)),
+        "cache": told_cache(cache),
         "connections": {
             "open": now.connections,
             "inflight_bytes": now.inflight_bytes,
@@ -69,48 +61,8 @@ def health_of(now: Snapshot) -> dict[str, Any]:
         "status": "draining" if now.draining else status,
         "uptime_s": now.uptime_s,
         "connections": now.connections,
-        "tiers": [_tier(tier) for tier in now.cache.tiers],
+        "tiers": list(map(told_health, now.cache.tiers)),
     }
-
-
-def _tier(tier: TierStats) -> dict[str, Any]:
-    return {
-        "name": tier.tier.value,
-        "state": tier.state,
-        "detail": tier.detail,
-        "used_bytes": tier.used_bytes,
-        "capacity_bytes": tier.capacity_bytes,
-    }
-
-
-def _figures(tier: TierStats) -> dict[str, Any]:
-    counters = tier.counters
-    return {
-        **_tier(tier),
-        "chunks": tier.chunks,
-        "pinned_chunks": tier.pinned_chunks,
-        "quarantined_files": tier.quarantined_files,
-        "hit_tokens": counters.hit_tokens,
-        "miss_tokens": _by_word(counters.miss_tokens),
-        "refused_chunks": _by_word(counters.refused_chunks),
-        "evicted_chunks": counters.evicted_chunks,
-        "corrupt_shards": counters.corrupt_shards,
-        "io_errors": counters.io_errors,
-        "read_bytes": counters.read_bytes,
-        "written_bytes": counters.written_bytes,
-        "index_bytes": tier.index_bytes,
-        "read_s": _latency(counters.read_latency),
-        "write_s": _latency(counters.write_latency),
-    }
-
-
-def _by_word(counts: Mapping[Any, int]) -> dict[str, int]:
-    return {word.value: count for word, count in counts.items() if count}
-
-
-def _latency(histogram: Histogram) -> dict[str, Any]:
-    quantiles = {name: histogram.quantile(share) for name, share in _QUANTILES.items()}
-    return {"count": histogram.count, "total": histogram.total_s, **quantiles}
 
 
 _TIER_GAUGES: Final[tuple[tuple[str, str, Callable[[TierStats], float]], ...]] = (
