@@ -106,7 +106,10 @@ class DiskConfig:
 
 @dataclass(frozen=True, slots=True)
 class TenantQuota:
-    """What one tenant may hold: ``tenant`` is ``kvtier.keys.tenant_digest`` in hexadecimal."""
+    """What one tenant may hold: ``tenant`` is ``kvtier.keys.tenant_digest`` in hexadecimal.
+
+    A quota of 0 is no bound, where ``CacheConfig.tenant_quota_bytes`` bounds the others.
+    """
 
     tenant: str
     quota_bytes: int

@@ -80,3 +80,5 @@ def test_what_cannot_be_written_is_left(tmp_path: Path) -> None:
 def test_a_name_tells_nothing_of_a_url() -> None:
     assert "secret" not in name_of("redis://user:secret@host")
     assert name_of("a") != name_of("b")
+    assert name_of("redis://user:secret@host/1") == name_of("redis://user:guessed@host/1")
+    assert name_of("redis://host/1") != name_of("redis://host/2")

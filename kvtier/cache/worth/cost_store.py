@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,8 +49,12 @@ class Kept:
 
 
 def name_of(text: str) -> str:
-    """Return a name for a path or URL that tells nothing of it: a URL may hold a secret."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    """Return a name for a path or URL that tells nothing of it.
+
+    What stands before ``@`` may be a password, which nobody shall guess by this name.
+    """
+    bare = re.sub(r"//[^/@]*@", "//", text)
+    return hashlib.sha256(bare.encode()).hexdigest()[:16]
 
 
 def save(path: Path, kept: Kept) -> None:
