@@ -62,12 +62,13 @@ async def figures(client: httpx.AsyncClient) -> dict[str, float]:
 async def settled(server: Server, client: httpx.AsyncClient) -> dict[str, float]:
     """The figures once nothing is under way any more."""
     while True:
-        seen = await figures(client)
         now = server.snapshot()
         assert now.cache is not None
         moving = now.cache.loads_inflight + now.cache.stores_inflight + now.cache.writes_queued
         if not moving and not now.engine.running and not now.engine.blocks_used:
-            return seen if seen == await figures(client) else await settled(server, client)
+            seen = await figures(client)
+            if seen == await figures(client):
+                return seen
         await asyncio.sleep(0)
 
 
