@@ -23,7 +23,7 @@ from kvtier_engine.serve import Server
 from tests.lib.tiny_llama import VOCAB_SIZE, tiny_config, tiny_tensors, write_folder
 from tests.lib.tiny_server import made, running
 
-REQUESTS = 200
+REQUESTS = 80
 PROMPT_TOKENS = 41
 #: A difference of two samples of one distribution goes beyond this once in some 40,000 runs.
 DEVIATIONS_MAX = 4.2
