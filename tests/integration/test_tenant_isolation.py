@@ -20,6 +20,7 @@ import pytest
 
 from kvtier.clock import SystemClock
 from kvtier_engine.serve import Server
+from tests.lib.server import POLL_S, STATE_TIMEOUT_S
 from tests.lib.tiny_llama import VOCAB_SIZE, tiny_config, tiny_tensors, write_folder
 from tests.lib.tiny_server import made, running
 
@@ -60,15 +61,21 @@ async def figures(client: httpx.AsyncClient) -> dict[str, float]:
 
 
 async def settled(server: Server, client: httpx.AsyncClient) -> dict[str, float]:
-    """The figures once nothing is under way any more."""
-    while True:
-        seen = await figures(client)
-        now = server.snapshot()
-        assert now.cache is not None
-        moving = now.cache.loads_inflight + now.cache.stores_inflight + now.cache.writes_queued
-        if not moving and not now.engine.running and not now.engine.blocks_used:
-            return seen if seen == await figures(client) else await settled(server, client)
-        await asyncio.sleep(0)
+    """The figures once nothing is under way any more.
+
+    Looks now and then: one that only looked would keep the writing thread, which needs the
+    interpreter after each system call, from getting on.
+    """
+    async with asyncio.timeout(STATE_TIMEOUT_S):
+        while True:
+            now = server.snapshot()
+            assert now.cache is not None
+            moving = now.cache.loads_inflight + now.cache.stores_inflight + now.cache.writes_queued
+            if not moving and not now.engine.running and not now.engine.blocks_used:
+                seen = await figures(client)
+                if seen == await figures(client):
+                    return seen
+            await asyncio.sleep(POLL_S)
 
 
 async def ask(client: httpx.AsyncClient, prompt: list[int], salt: str) -> dict[str, Any]:

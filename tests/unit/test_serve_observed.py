@@ -25,6 +25,7 @@ from kvtier.obs.spans import Attribute
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import STUCK_S
 from kvtier_engine.serve import Server
+from tests.lib.server import POLL_S
 from tests.lib.tiny_llama import tiny_config, tiny_tensors, write_folder
 from tests.lib.tiny_server import made
 
@@ -73,7 +74,7 @@ async def at_rest(client: httpx.AsyncClient) -> dict[str, Any]:
             report = await figures(client)
             if not any(report["cache"][name] for name in UNDER_WAY):
                 return report
-            await asyncio.sleep(0)
+            await asyncio.sleep(POLL_S)  # The writing thread needs the interpreter too.
 
 
 def tier(report: Mapping[str, Any], name: str) -> dict[str, Any]:
