@@ -104,6 +104,7 @@ class EventPublisher:
                 self._hear(source, _EVERY_MS)
                 self._send(source)
             self._send(source)
+        # Requests go on, without events.
         except Exception:
             _log.exception("KV events have ended")
         # Readers get what was sent, within a second.

@@ -62,6 +62,7 @@ class OtelSpans:
         start = end - int(seconds * 1e9)
         try:
             self._tracer.start_span(name, start_time=start, attributes=attributes).end(end)
+        # Requests go on, whatever a provider or its exporter raises.
         except Exception:
             if not self.lost_count:
                 _log.exception("a span was lost; others that are lost are counted")

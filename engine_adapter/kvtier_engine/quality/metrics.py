@@ -17,8 +17,10 @@ from kvtier_engine.quality.results import Figures
 #: Neighbouring positions see the same context, so their losses are averaged before an error is
 #: estimated from the spread of the averages.
 BATCH_POSITIONS: Final = 16
-#: Positions whose logits over the whole vocabulary exist in double precision at one time.
-BLOCK_POSITIONS: Final = 64
+#: Positions whose logits over the whole vocabulary exist in double precision at one time. For the
+#: usual vocabularies a block takes more than 32 MiB, which the C library gives back to the system;
+#: smaller ones it keeps, and small objects among them keep them from being used again.
+BLOCK_POSITIONS: Final = 128
 
 #: Mean loss and change of loss, in nats, above which a perplexity is given as this one's.
 LOSS_MAX: Final = 700.0
