@@ -15,8 +15,10 @@ from kvtier.cache.cache import Cache
 from kvtier.cache.keyed_transfer import Desk, Get, Item, Payload, Put, Transfer
 from kvtier.cache.match import Pending
 from kvtier.clock import SystemClock
+from kvtier.codecs.opaque import Pieces
 from kvtier.constants import (
     KEYED_BATCH_MAX,
+    KEYED_PIECES_MAX,
     KEYED_TRANSFERS_MAX,
     LOAD_DEADLINE_S_DEFAULT,
     STORE_DEADLINE_S,
@@ -27,6 +29,10 @@ from kvtier.keys import foreign_key
 from kvtier.types import MissReason, Namespace
 
 Buffer = memoryview | bytearray | bytes
+
+#: A payload in memory: in one piece, or as a tuple of pieces, one after another.
+Source = Buffer | tuple[Buffer, ...]
+Target = memoryview | bytearray | tuple[memoryview | bytearray, ...]
 
 
 class KeyedCache:
@@ -57,22 +63,23 @@ class KeyedCache:
         self._lock = threading.Lock()
 
     def put(
-        self, items: SequenceOf[tuple[bytes, Buffer]], *, deadline: float | None = None
+        self, items: SequenceOf[tuple[bytes, Source]], *, deadline: float | None = None
     ) -> Transfer:
         """Begin to store payloads; the outcome of each is the tier that holds it, or why none does.
 
         A payload that is held under another size is replaced. Raises ``LayoutError`` for too many
-        items or a payload of no or too many bytes, and ``ConfigError`` for a key of such.
+        items or a payload of no or too many bytes or of too many pieces, and ``ConfigError`` for a
+        key of no or too many bytes.
         """
-        buffers = [_bytes_of(data) for _, data in items]
-        payloads = self._payloads([key for key, _ in items], map(len, buffers))
+        buffers = [_pieces(data) for _, data in items]
+        payloads = self._payloads([key for key, _ in items], (each.nbytes for each in buffers))
         puts = [Put(self._desk, *each) for each in zip(payloads, buffers, strict=True)]
         return self._begin(puts, STORE_DEADLINE_S, deadline)
 
     def get(
         self,
         keys: SequenceOf[bytes],
-        into: SequenceOf[memoryview | bytearray],
+        into: SequenceOf[Target],
         *,
         deadline: float | None = None,
     ) -> Transfer:
@@ -84,10 +91,10 @@ class KeyedCache:
         """
         if len(keys) != len(into):
             raise LayoutError(f"{len(keys)} keys and {len(into)} buffers")
-        buffers = [_bytes_of(target) for target in into]
+        buffers = [_pieces(target) for target in into]
         if any(buffer.readonly for buffer in buffers):
             raise LayoutError("a buffer to read into cannot be written to")
-        payloads = self._payloads(keys, map(len, buffers))
+        payloads = self._payloads(keys, (each.nbytes for each in buffers))
         gets = [Get(self._desk, *each) for each in zip(payloads, buffers, strict=True)]
         return self._begin(gets, LOAD_DEADLINE_S_DEFAULT, deadline)
 
@@ -159,6 +166,13 @@ class KeyedCache:
             Payload(self._namespace, root, foreign_key(root, self._scheme, key), nbytes)
             for key, nbytes in zip(keys, sizes, strict=False)
         ]
+
+
+def _pieces(data: Source) -> Pieces:
+    pieces = data if isinstance(data, tuple) else (data,)
+    if len(pieces) > KEYED_PIECES_MAX:
+        raise LayoutError(f"a payload in {len(pieces)} pieces; allowed are {KEYED_PIECES_MAX}")
+    return Pieces(*map(_bytes_of, pieces))
 
 
 def _bytes_of(data: Buffer) -> memoryview:

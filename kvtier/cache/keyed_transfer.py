@@ -25,7 +25,7 @@ from kvtier.cache.load import Load
 from kvtier.cache.match import Pending
 from kvtier.cache.sequence import Sequence
 from kvtier.cache.worker import CacheWorker
-from kvtier.codecs.opaque import BufferPool, OpaqueCodec, opaque_layout
+from kvtier.codecs.opaque import BufferPool, OpaqueCodec, Pieces, opaque_layout
 from kvtier.constants import KEYED_INFLIGHT_BYTES, KEYED_INFLIGHT_MAX
 from kvtier.interfaces import Clock
 from kvtier.types import (
@@ -101,7 +101,7 @@ class Desk:
         self._closed = False
         self._lock = threading.Lock()
 
-    def lay_out(self, buffer: memoryview) -> tuple[int, Blocks]:
+    def lay_out(self, buffer: Pieces) -> tuple[int, Blocks]:
         """Let the worker know a buffer; return its number, and the block that it is."""
         number = next(self._numbers)
         self.pool.add(number, buffer)
@@ -185,7 +185,7 @@ class Get:
 
     desk: Desk
     payload: Payload
-    buffer: memoryview
+    buffer: Pieces
     load: Load | None = None
     number: int = -1
     plans: list[int] = field(default_factory=list)
@@ -193,7 +193,7 @@ class Get:
     @property
     def nbytes(self) -> int:
         """Bytes of its buffer."""
-        return len(self.buffer)
+        return self.buffer.nbytes
 
     def step(self, deadline: float) -> Outcome | None:
         """See ``Item.step``."""
@@ -244,14 +244,14 @@ class Put:
 
     desk: Desk
     payload: Payload
-    buffer: memoryview
+    buffer: Pieces
     plan_id: int | None = None
     number: int = -1
 
     @property
     def nbytes(self) -> int:
         """Bytes of its buffer."""
-        return len(self.buffer)
+        return self.buffer.nbytes
 
     def step(self, deadline: float) -> Outcome | None:
         """See ``Item.step``."""

@@ -8,6 +8,7 @@ header: what lies anywhere under another size is known for that before a byte is
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Final
 
@@ -51,6 +52,26 @@ def _layout(sections: int) -> KVLayout:
     return KVLayout((group,), chunk_tokens=1, section_layers=1)
 
 
+class Pieces:
+    """Where a payload lies in a caller's memory: contiguous bytes, one piece after another."""
+
+    def __init__(self, *pieces: memoryview) -> None:
+        self._pieces = pieces
+        self.nbytes = sum(map(len, pieces))
+
+    @property
+    def readonly(self) -> bool:
+        """Tell whether any of it cannot be written to."""
+        return any(piece.readonly for piece in self._pieces)
+
+    def cut(self, start: int, end: int) -> Iterator[memoryview]:
+        """Yield the bytes ``start .. end``, in as many parts as they lie in."""
+        for piece in self._pieces:
+            if start < len(piece) and end > 0:
+                yield piece[max(start, 0) : end]
+            start, end = start - len(piece), end - len(piece)
+
+
 class BufferPool:
     """The callers' buffers by number, as the pool of the worker that copies them.
 
@@ -58,17 +79,17 @@ class BufferPool:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[int, memoryview] = {}
+        self._buffers: dict[int, Pieces] = {}
 
-    def add(self, number: int, buffer: memoryview) -> None:
-        """Name a buffer, contiguous bytes, by a number that no other one has."""
+    def add(self, number: int, buffer: Pieces) -> None:
+        """Name a buffer by a number that no other one has."""
         self._buffers[number] = buffer
 
     def remove(self, number: int) -> None:
         """Forget a buffer, if it is known."""
         self._buffers.pop(number, None)
 
-    def buffer(self, number: int) -> memoryview:
+    def buffer(self, number: int) -> Pieces:
         """Return a buffer. Raises ``CodecError`` for one that is not known."""
         buffer = self._buffers.get(number)
         if buffer is None:
@@ -125,26 +146,28 @@ class OpaqueCodec:
 
     def pack(self, pool: PagedPool, move: Move, payload: memoryview) -> None:
         """Copy the move's sections from its buffer."""
-        buffer, slot = self._parts(pool, move, payload)
-        _copy(buffer, slot)
+        for piece, slot in self._parts(pool, move, payload):
+            _copy(piece, slot)
 
     def unpack(self, payload: memoryview, pool: PagedPool, move: Move) -> None:
         """Copy the move's sections into its buffer."""
-        buffer, slot = self._parts(pool, move, payload)
-        _copy(slot, buffer)
+        for piece, slot in self._parts(pool, move, payload):
+            _copy(slot, piece)
 
     def _parts(
         self, pool: PagedPool, move: Move, payload: memoryview
-    ) -> tuple[memoryview, memoryview]:
-        """The move's share of the buffer and of the slot, which lie in one piece in both."""
+    ) -> Iterator[tuple[memoryview, memoryview]]:
+        """The pieces of the move's share of the buffer, each with its place in the slot."""
         assert isinstance(pool, BufferPool), "opaque payloads lie in buffers"
         (number,) = move.block_ids
         buffer = pool.buffer(number)
-        if len(buffer) != self._nbytes:
-            raise CodecError(f"a buffer of {len(buffer)} bytes for a payload of {self._nbytes}")
+        if buffer.nbytes != self._nbytes:
+            raise CodecError(f"a buffer of {buffer.nbytes} bytes for a payload of {self._nbytes}")
         start = move.first_section * OPAQUE_SECTION_BYTES
         end = start + move.section_count * OPAQUE_SECTION_BYTES
-        return buffer[start:end], payload[start : min(end, self._nbytes)]
+        for piece in buffer.cut(start, end):
+            yield piece, payload[start : start + len(piece)]
+            start += len(piece)
 
 
 def _copy(source: memoryview, target: memoryview) -> None:

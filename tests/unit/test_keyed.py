@@ -6,6 +6,7 @@ import array
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from kvtier.cache.keyed import KeyedCache
 from kvtier.codecs.opaque import opaque_codec, opaque_layout
 from kvtier.constants import (
     KEYED_BATCH_MAX,
+    KEYED_PIECES_MAX,
     KEYED_TRANSFERS_MAX,
     MIB,
     OPAQUE_BYTES_MAX,
@@ -233,6 +235,30 @@ def test_buffers_of_every_kind_are_taken(setup: KeyedSetup) -> None:
     assert outcomes == [Tier.DRAM, Tier.DRAM]
     assert (back, bytes(again)) == (numbers, bytes(square))
     back.append(1)  # Nothing holds the buffer any more.
+
+
+def test_payloads_in_pieces_are_those_in_one(setup: KeyedSetup) -> None:
+    """Pieces end within sections and at their ends; a reader's may be others than a writer's."""
+    keyed, _ = setup.on_disk({b"other": 1})
+    nbytes = 2 * MIB + 5
+    data = payload(b"k", nbytes)
+
+    def cut(view: memoryview, *ends: int) -> tuple[memoryview, ...]:
+        return tuple(view[start:end] for start, end in pairwise((0, *ends, nbytes)))
+
+    assert keyed.put([(b"k", cut(memoryview(data), 1, MIB, MIB + 7))]).wait() == [Tier.DRAM]
+    assert keyed.put([(b"k", data)]).wait() == [Tier.DRAM], "of the same size"
+    for ends in ((), (5,), (MIB - 1, MIB - 1, 2 * MIB, 2 * MIB + 4)):
+        into = bytearray(nbytes)
+        assert keyed.get([b"k"], [cut(memoryview(into), *ends)]).wait() == [Tier.DRAM]
+        assert into == data
+    some = tuple(memoryview(bytearray(1)) for _ in range(KEYED_PIECES_MAX + 1))
+    with pytest.raises(LayoutError, match="pieces"):
+        keyed.get([b"k"], [some])
+    with pytest.raises(LayoutError, match="0 bytes"):
+        keyed.get([b"k"], [()])
+    with pytest.raises(LayoutError, match="written to"):
+        keyed.get([b"k"], [(bytearray(1), memoryview(b"x"))])
 
 
 def test_a_callers_mistakes_raise_before_anything_happens(setup: KeyedSetup) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from kvtier.cache.planner import chunk_shape, load_moves, store_moves
 from kvtier.codecs.known import KnownCodecs
-from kvtier.codecs.opaque import BufferPool, OpaqueCodec, opaque_codec, opaque_layout
+from kvtier.codecs.opaque import BufferPool, OpaqueCodec, Pieces, opaque_codec, opaque_layout
 from kvtier.constants import OPAQUE_BYTES_MAX, OPAQUE_SECTION_BYTES
 from kvtier.errors import CodecError
 from kvtier.shard_format import shard_geometry
@@ -51,12 +52,12 @@ def test_a_payload_comes_back_section_by_section(nbytes: int) -> None:
     codec, pool = OpaqueCodec(nbytes), BufferPool()
     store, load = moves_of(nbytes)
     payload = memoryview(bytearray(b"\xee" * (store.slot.nbytes - store.payload_offset)))
-    pool.add(7, memoryview(data[:nbytes]))
+    pool.add(7, Pieces(memoryview(data[:nbytes])))
     codec.pack(pool, store, payload)
     assert payload[:nbytes] == data[:nbytes]
     assert set(bytes(payload[nbytes:])) <= {0xEE}, "it wrote behind the payload"
     into = bytearray(nbytes)
-    pool.add(7, memoryview(into))
+    pool.add(7, Pieces(memoryview(into)))
     for section in range(load.section_count):
         before = bytes(into)
         codec.unpack(payload, pool, moves_of(nbytes, range(section, section + 1))[1])
@@ -64,6 +65,17 @@ def test_a_payload_comes_back_section_by_section(nbytes: int) -> None:
         assert into[start:end] == data[start : min(end, nbytes)]
         assert into[:start] == data[:start]
         assert into[end:] == before[end:]
+
+
+def test_a_cut_of_pieces_is_the_cut_of_their_bytes() -> None:
+    data = bytes(range(100))
+    bounds = [0, 1, 1, 40, 99, 100]
+    views = [memoryview(data)[start:end] for start, end in pairwise(bounds)]
+    pieces = Pieces(*views)
+    assert pieces.nbytes == len(data)
+    for start in range(len(data)):
+        for end in range(start, len(data) + 2):
+            assert b"".join(pieces.cut(start, end)) == data[start:end]
 
 
 def test_the_name_says_the_size_and_nothing_else_does() -> None:
@@ -94,7 +106,7 @@ def test_another_layout_buffer_or_size_is_refused() -> None:
     payload = memoryview(bytearray(store.slot.nbytes))
     with pytest.raises(CodecError, match="not known"):
         codec.pack(pool, store, payload)
-    pool.add(7, memoryview(bytearray(4999)))
+    pool.add(7, Pieces(memoryview(bytearray(4999))))
     with pytest.raises(CodecError, match="4999 bytes for a payload of 5000"):
         codec.unpack(payload, pool, load)
     pool.remove(7)
