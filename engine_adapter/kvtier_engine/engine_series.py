@@ -1,53 +1,83 @@
-"""The metrics of requests and of the engine: name, labels, meaning, and where the value stands."""
+"""The metrics of an engine: of requests, of itself, and of the tiers with its blocks as one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import product
 from typing import Final
 
-from kvtier.obs.stats import Histogram
+from kvtier.obs.series import Reader, Series, Values, counter, gauge, histogram, seen_from
+from kvtier.obs.stats import CacheStats, Histogram
+from kvtier.obs.tier_series import TENANT_SERIES, TIER_SERIES
 from kvtier.types import Tier
 from kvtier_engine.api.service import ENDPOINTS, Outcome
 from kvtier_engine.engine_stats import EngineStats
-from kvtier_engine.prometheus import Labels, Reader, Series, Snapshot, counter, gauge, histogram
+from kvtier_engine.snapshot import Snapshot
 from kvtier_engine.types import FinishReason
 
 
-def _engine(read: Callable[[EngineStats], float | Histogram]) -> Reader:
+def _engine(read: Callable[[EngineStats], float | Histogram]) -> Reader[Snapshot]:
     return lambda snapshot: [((), read(snapshot.engine))]
 
 
-def _outcomes(snapshot: Snapshot) -> Iterable[tuple[Labels, float]]:
+def _outcomes(snapshot: Snapshot) -> Values:
     for endpoint, outcome in product(ENDPOINTS, Outcome):
         yield (endpoint, outcome.value), snapshot.requests.outcomes[endpoint, outcome]
 
 
-def _sequences(snapshot: Snapshot) -> Iterable[tuple[Labels, float]]:
+def _sequences(snapshot: Snapshot) -> Values:
     engine = snapshot.engine
     yield ("running",), engine.running
     yield ("waiting",), engine.waiting
     yield ("loading",), engine.loading
 
 
-def _blocks(snapshot: Snapshot) -> Iterable[tuple[Labels, float]]:
+def _blocks(snapshot: Snapshot) -> Values:
     engine = snapshot.engine
     yield ("used",), engine.blocks_used
     yield ("cached",), engine.blocks_cached
     yield ("free",), engine.blocks_total - engine.blocks_used - engine.blocks_cached
 
 
-def _hits(snapshot: Snapshot) -> Iterable[tuple[Labels, float]]:
+def _hits(snapshot: Snapshot) -> Values:
     return [((tier.value,), snapshot.engine.hit_tokens.get(tier, 0)) for tier in Tier]
 
 
-def _finished(snapshot: Snapshot) -> Iterable[tuple[Labels, float]]:
+def _finished(snapshot: Snapshot) -> Values:
     finished = snapshot.engine.finished
     return [((reason.value,), finished.get(reason, 0)) for reason in FinishReason]
 
 
+def _blocks_used(snapshot: Snapshot) -> float:
+    engine = snapshot.engine
+    return (engine.blocks_used + engine.blocks_cached) * snapshot.block_bytes
+
+
+def _blocks_total(snapshot: Snapshot) -> float:
+    return snapshot.engine.blocks_total * snapshot.block_bytes
+
+
+#: What the tiers' own metrics tell of HBM, which is no tier of the cache.
+_HBM: Final[dict[str, Callable[[Snapshot], float]]] = {
+    "kvtier_tier_used_bytes": _blocks_used,
+    "kvtier_tier_capacity_bytes": _blocks_total,
+}
+
+
+def _with_hbm(series: Series[CacheStats]) -> Series[Snapshot]:
+    hbm = _HBM.get(series.name)
+
+    def read(snapshot: Snapshot) -> Values:
+        if hbm is not None:
+            yield (Tier.HBM.value,), hbm(snapshot)
+        if snapshot.cache is not None:
+            yield from series.read(snapshot.cache)
+
+    return seen_from(series, read)
+
+
 #: In the order of the documentation.
-ENGINE_SERIES: Final[tuple[Series, ...]] = (
+_OWN: Final[tuple[Series[Snapshot], ...]] = (
     counter(
         "kvtier_requests_total",
         "HTTP requests to the OpenAI endpoints that have ended, by how they ended.",
@@ -145,3 +175,7 @@ ENGINE_SERIES: Final[tuple[Series, ...]] = (
         _engine(lambda engine: engine.cache_faults),
     ),
 )
+
+ENGINE_SERIES: Final = (*_OWN, *map(_with_hbm, TIER_SERIES))
+#: What ``--tenant-metrics`` adds.
+ENGINE_TENANT_SERIES: Final = tuple(map(_with_hbm, TENANT_SERIES))

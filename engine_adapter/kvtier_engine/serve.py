@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry
 
 from kvtier.cache.cache import Cache
 from kvtier.cache.planner import chunk_shape
@@ -24,6 +23,7 @@ from kvtier.codecs.known import KnownCodecs
 from kvtier.config import CacheConfig, format_size
 from kvtier.errors import ConfigError
 from kvtier.obs.event_publisher import EventPublisher
+from kvtier.obs.prometheus import registry_of
 from kvtier.obs.spans import OtelSpans, Spans
 from kvtier.types import Fidelity, KVLayout, Namespace, Placement
 from kvtier_engine.access_recorder import AccessRecorder, open_recorder
@@ -37,18 +37,17 @@ from kvtier_engine.cache_link import CacheLink
 from kvtier_engine.core import EngineCore, tell_nobody
 from kvtier_engine.device import device_name
 from kvtier_engine.engine import Engine
-from kvtier_engine.engine_series import ENGINE_SERIES
+from kvtier_engine.engine_series import ENGINE_SERIES, ENGINE_TENANT_SERIES
 from kvtier_engine.held import CacheHeld
 from kvtier_engine.kv_pool import KVPool
 from kvtier_engine.link import Link, NoLink
 from kvtier_engine.options import DtypeChoice
-from kvtier_engine.prometheus import EngineCollector, Snapshot
 from kvtier_engine.refusal import EngineLimits
 from kvtier_engine.runner import ModelRunner
 from kvtier_engine.scheduling import SchedulerConfig
 from kvtier_engine.settings import EngineConfig, Settings
+from kvtier_engine.snapshot import Snapshot
 from kvtier_engine.status import Facts, health_of, is_degraded, stats_of
-from kvtier_engine.tier_series import TENANT_SERIES, TIER_SERIES
 from kvtier_engine.tokenizer import Tokenizer
 from kvtier_engine.weights.load import LoadedModel, kv_layout, load_model
 
@@ -92,11 +91,8 @@ class Server:
         self._began_s = self._clock.now()
         held = None if tiers is None else CacheHeld(tiers.cache, tiers.namespace)
         self._service = Service(engine, self.admission, self._clock, held)
-        self._registry = CollectorRegistry()
-        tenants = TENANT_SERIES if settings.config.tenant_metrics else ()
-        self._registry.register(
-            EngineCollector(self.snapshot, ENGINE_SERIES + TIER_SERIES + tenants)
-        )
+        tenants = ENGINE_TENANT_SERIES if settings.config.tenant_metrics else ()
+        self._registry = registry_of(self.snapshot, ENGINE_SERIES + tenants)
 
     def snapshot(self) -> Snapshot:
         """Return every figure as it stands. On the event loop's thread."""

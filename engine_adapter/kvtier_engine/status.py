@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.obs.stats import CacheStats, CostStats, TenantCounters
-from kvtier.obs.told import told_by_word, told_cache, told_health, told_tier
+from kvtier.obs.stats import CacheStats, CostStats
+from kvtier.obs.told import told_cache, told_health, told_tenant, told_tier
 from kvtier.types import Tier
 from kvtier_engine.api.app import Health
 from kvtier_engine.api.ports import ServedModel
 from kvtier_engine.engine_stats import EngineStats
-from kvtier_engine.prometheus import Snapshot
+from kvtier_engine.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def stats_of(
         report["cache"] = told_cache(cache)
         report["costs"] = _costs(cache.costs)
     if tenants:
-        report["tenants"] = {name: _tenant(each) for name, each in now.tenants.items()}
+        report["tenants"] = {name: told_tenant(each) for name, each in now.tenants.items()}
     return report
 
 
@@ -135,13 +135,6 @@ def _costs(costs: CostStats) -> dict[str, Any]:
         "prefill_s_per_token": costs.prefill_s_per_token,
         "decisions": decisions,
     }
-
-
-def _tenant(counters: TenantCounters) -> dict[str, Any]:
-    misses: dict[str, dict[str, int]] = {}
-    for (tier, reason), tokens in counters.miss_tokens.items():
-        misses.setdefault(tier.value, {})[reason.value] = tokens
-    return {"hit_tokens": told_by_word(counters.hit_tokens), "miss_tokens": misses}
 
 
 def _sequences(engine: EngineStats) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from kvtier.obs.stats import CacheStats, Histogram, TierStats
+from kvtier.obs.stats import CacheStats, Histogram, TenantCounters, TierStats
 
 _QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
@@ -55,6 +55,14 @@ def told_cache(cache: CacheStats) -> dict[str, Any]:
         "lost_compute_s": cache.lost_compute_s,
         "events_dropped": cache.events_dropped,
     }
+
+
+def told_tenant(counters: TenantCounters) -> dict[str, Any]:
+    """What the tiers gave to a tenant and did not give, the latter by tier and reason."""
+    misses: dict[str, dict[str, int]] = {}
+    for (tier, reason), tokens in counters.miss_tokens.items():
+        misses.setdefault(tier.value, {})[reason.value] = tokens
+    return {"hit_tokens": told_by_word(counters.hit_tokens), "miss_tokens": misses}
 
 
 def told_by_word(counts: Mapping[Any, int]) -> dict[str, int]:

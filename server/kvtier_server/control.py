@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Header, HTTPException
 from fastapi.responses import JSONResponse, PlainTextResponse
-from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
+from kvtier.obs.prometheus import registry_of
 from kvtier_server.credentials import Tokens
-from kvtier_server.figures import DaemonCollector, Snapshot, health_of, stats_of
+from kvtier_server.figures import SERIES, Snapshot, health_of, stats_of
 
 
 def create_app(
@@ -29,8 +29,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
     )
-    registry = CollectorRegistry()
-    registry.register(DaemonCollector(snapshot))
+    registry = registry_of(snapshot, SERIES)
 
     def allowed(authorization: Annotated[str, Header()] = "") -> None:
         scheme, _, token = authorization.partition(" ")

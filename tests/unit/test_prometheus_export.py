@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from collections import Counter
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import astuple, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvtier.obs.prometheus import registry_of
+from kvtier.obs.series import Kind, S, Series
 from kvtier.obs.stats import (
     CacheStats,
     CostStats,
@@ -22,16 +25,19 @@ from kvtier.obs.stats import (
     TierCounters,
     TierStats,
 )
+from kvtier.obs.tier_series import TIER_SERIES
 from kvtier.types import MissReason, Tier
 from kvtier_engine.api.service import Outcome, RequestCounters
-from kvtier_engine.engine_series import ENGINE_SERIES
+from kvtier_engine.engine_series import ENGINE_SERIES, ENGINE_TENANT_SERIES
 from kvtier_engine.engine_stats import EngineStats
-from kvtier_engine.prometheus import EngineCollector, Kind, Series, Snapshot
-from kvtier_engine.tier_series import TENANT_SERIES, TIER_SERIES
+from kvtier_engine.snapshot import Snapshot
 from kvtier_engine.types import FinishReason
+from kvtier_server.counters import Counters as DaemonCounters
+from kvtier_server.figures import DAEMON_SERIES
+from kvtier_server.figures import SERIES as SERVER_SERIES
+from kvtier_server.figures import Snapshot as DaemonSnapshot
 
-SERIES = ENGINE_SERIES + TIER_SERIES
-
+ALL_SERIES: tuple[Series[Any], ...] = ENGINE_SERIES + ENGINE_TENANT_SERIES + DAEMON_SERIES
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 
 Sample = tuple[str, tuple[tuple[str, str], ...]]
@@ -78,17 +84,19 @@ def tier(which: Tier, state: str = "ok") -> TierStats:
     return TierStats(which, state, "", 31, 32, 33, 34, 35, counters, index_bytes=36)
 
 
-def scrape(*shots: Snapshot, series: tuple[Series, ...] = SERIES) -> list[tuple[Sample, float]]:
+def scrape(shot: S, series: tuple[Series[S], ...]) -> list[tuple[Sample, float]]:
     """Every sample of one scrape, in order, with repetitions if there are any."""
-    registry = CollectorRegistry()
-    for shot in shots:
-        registry.register(EngineCollector(partial(deepcopy, shot), series))
-    text = generate_latest(registry).decode()
+    text = generate_latest(registry_of(partial(deepcopy, shot), series)).decode()
     return [
         ((sample.name, tuple(sorted(sample.labels.items()))), sample.value)
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     ]
+
+
+def scraped(shot: Snapshot) -> list[tuple[Sample, float]]:
+    """What an engine tells by default."""
+    return scrape(shot, ENGINE_SERIES)
 
 
 def value(samples: list[tuple[Sample, float]], name: str, **labels: str) -> float:
@@ -97,18 +105,18 @@ def value(samples: list[tuple[Sample, float]], name: str, **labels: str) -> floa
 
 
 def test_b165_no_series_comes_twice() -> None:
-    keys = [key for key, _ in scrape(snapshot(tier(Tier.DRAM), tier(Tier.DISK)))]
+    keys = [key for key, _ in scraped(snapshot(tier(Tier.DRAM), tier(Tier.DISK)))]
     assert len(keys) == len(set(keys))
     assert len(keys) > 100
 
 
 def test_b165_a_second_engine_in_the_process_has_a_registry_of_its_own() -> None:
-    first = scrape(snapshot(tier(Tier.DRAM)))
-    assert scrape(snapshot(tier(Tier.DRAM))) == first
+    first = scraped(snapshot(tier(Tier.DRAM)))
+    assert scraped(snapshot(tier(Tier.DRAM))) == first
 
 
 def test_every_figure_is_the_owners() -> None:
-    samples = scrape(snapshot(tier(Tier.DRAM), tier(Tier.DISK, "unavailable"), degraded=True))
+    samples = scraped(snapshot(tier(Tier.DRAM), tier(Tier.DISK, "unavailable"), degraded=True))
     assert value(samples, "kvtier_requests_total", endpoint="chat", outcome="ok") == 15
     assert value(samples, "kvtier_sequences", state="loading") == 3
     assert value(samples, "kvtier_sequences_finished_total", reason="stop") == 14
@@ -132,22 +140,22 @@ def test_every_figure_is_the_owners() -> None:
 
 def test_each_plain_figure_reaches_the_scraper() -> None:
     """All numbers of the fixture differ, so one that is left out or mixed up is missed."""
-    shown = {amount for _, amount in scrape(snapshot(tier(Tier.DRAM)))}
+    shown = {amount for _, amount in scraped(snapshot(tier(Tier.DRAM)))}
     assert shown >= {*range(1, 29), *range(31, 37), 40.5, 41.5, 42, 0.045, 46, 47, 0.048, 49}
-    tenants = {amount for _, amount in scrape(snapshot(tier(Tier.DRAM)), series=TENANT_SERIES)}
+    tenants = {amount for _, amount in scrape(snapshot(tier(Tier.DRAM)), ENGINE_TENANT_SERIES)}
     assert tenants == {43, 44}
 
 
 def test_tenants_are_told_apart_only_on_request() -> None:
-    samples = scrape(snapshot(tier(Tier.DRAM)))
+    samples = scraped(snapshot(tier(Tier.DRAM)))
     assert not any("tenant" in dict(labels) for (_, labels), _ in samples)
-    samples = scrape(snapshot(tier(Tier.DRAM)), series=SERIES + TENANT_SERIES)
+    samples = scrape(snapshot(tier(Tier.DRAM)), ENGINE_SERIES + ENGINE_TENANT_SERIES)
     name = "kvtier_tenant_miss_tokens_total"
     assert value(samples, name, tenant="0a1b", tier="disk", reason="corrupt") == 44
 
 
 def test_histograms_are_cumulative_and_end_at_infinity() -> None:
-    samples = scrape(snapshot())
+    samples = scraped(snapshot())
     name = "kvtier_inter_token_seconds"
     assert value(samples, f"{name}_bucket", le="0.001") == 1
     assert value(samples, f"{name}_bucket", le="10.0") == 1
@@ -157,7 +165,7 @@ def test_histograms_are_cumulative_and_end_at_infinity() -> None:
 
 
 def test_without_a_cache_there_are_no_tiers_below_hbm() -> None:
-    samples = scrape(snapshot())
+    samples = scraped(snapshot())
     tiers = {dict(labels)["tier"] for (_, labels), _ in samples if "tier" in dict(labels)}
     assert tiers == {tier.value for tier in Tier}  # Hits are told for each, at zero.
     below = [key for key, _ in samples if key[0] == "kvtier_tier_hit_tokens_total"]
@@ -167,15 +175,32 @@ def test_without_a_cache_there_are_no_tiers_below_hbm() -> None:
 def test_a_dead_engine_is_down() -> None:
     shot = snapshot()
     dead = replace(shot, engine=replace(shot.engine, error="gone"))
-    assert value(scrape(dead), "kvtier_engine_up") == 0
+    assert value(scraped(dead), "kvtier_engine_up") == 0
 
 
 def test_names_follow_prometheus_customs() -> None:
-    for series in SERIES + TENANT_SERIES:
+    for series in ALL_SERIES:
         assert series.name.startswith("kvtier_")
         assert (series.kind is Kind.COUNTER) == series.name.endswith("_total")
         assert series.kind is not Kind.HISTOGRAM or series.name.endswith("_seconds")
         assert series.help.endswith(".")
+
+
+def test_a_cache_server_tells_of_its_tiers_what_an_engine_tells() -> None:
+    """The same names, and but for the engine's own blocks the same values."""
+    shot = snapshot(tier(Tier.DRAM), tier(Tier.DISK, "unavailable"))
+    assert shot.cache is not None
+    counters = DaemonCounters(*range(50, 50 + len(fields(DaemonCounters))))
+    server = DaemonSnapshot(shot.cache, counters, 91, 92, 93, 94.0, draining=False)
+    told = scrape(server, SERVER_SERIES)
+    own = [each for each in told if each[0][0].startswith("kvtier_daemon_")]
+    assert [value for _, value in own] == [91, 92, 93, *astuple(counters)]
+    names = tuple(series.name for series in TIER_SERIES)
+    assert [each for each in told if each not in own] == [
+        ((name, labels), value)
+        for (name, labels), value in scraped(shot)
+        if name.startswith(names) and ("tier", "hbm") not in labels
+    ]
 
 
 def test_the_page_lists_every_metric_as_it_is() -> None:
@@ -185,5 +210,5 @@ def test_the_page_lists_every_metric_as_it_is() -> None:
     listed = [(name, kind, labels.replace("`", ""), text) for name, kind, labels, text in rows]
     assert listed == [
         (series.name, series.kind.value, ", ".join(series.labels), series.help)
-        for series in SERIES + TENANT_SERIES
+        for series in ENGINE_SERIES + ENGINE_TENANT_SERIES + DAEMON_SERIES
     ]

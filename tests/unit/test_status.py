@@ -12,7 +12,7 @@ from kvtier.types import MissReason, Tier
 from kvtier_engine.api.ports import ServedModel
 from kvtier_engine.api.service import RequestCounters
 from kvtier_engine.engine_stats import EngineStats
-from kvtier_engine.prometheus import Snapshot
+from kvtier_engine.snapshot import Snapshot
 from kvtier_engine.status import Facts, health_of, is_degraded, stats_of
 
 MODEL = ServedModel("toy", 128, 100, "w" * 64, 1)

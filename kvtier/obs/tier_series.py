@@ -1,97 +1,87 @@
-"""The metrics of tiers: name, labels, meaning, and where the value stands."""
+"""The metrics of tiers, the same from every server that has a cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import product
 from typing import Final
 
+from kvtier.obs.series import Reader, Series, Values, counter, gauge, histogram
 from kvtier.obs.stats import CacheStats, Histogram, LinkStats, TierCounters, TierStats
-from kvtier.types import MissReason, Tier
-from kvtier_engine.prometheus import Labels, Reader, Series, Snapshot, counter, gauge, histogram
+from kvtier.types import MissReason
 
 _TIER: Final = ("tier",)
 _REASON: Final = ("tier", "reason")
 
 
-def _cache(read: Callable[[CacheStats], float]) -> Reader:
-    return lambda snapshot: [((), read(snapshot.cache))] if snapshot.cache is not None else []
+def _cache(read: Callable[[CacheStats], float]) -> Reader[CacheStats]:
+    return lambda cache: [((), read(cache))]
 
 
-def _tier(read: Callable[[TierStats], float | Histogram]) -> Reader:
-    return lambda snapshot: [((tier.tier.value,), read(tier)) for tier in snapshot.tiers]
+def _tier(read: Callable[[TierStats], float | Histogram]) -> Reader[CacheStats]:
+    return lambda cache: [((tier.tier.value,), read(tier)) for tier in cache.tiers]
 
 
-def _counted(read: Callable[[TierCounters], float | Histogram]) -> Reader:
+def _counted(read: Callable[[TierCounters], float | Histogram]) -> Reader[CacheStats]:
     return _tier(lambda tier: read(tier.counters))
 
 
-def _by_reason(read: Callable[[TierCounters], dict[MissReason, int]]) -> Reader:
-    return lambda snapshot: [
+def _by_reason(read: Callable[[TierCounters], dict[MissReason, int]]) -> Reader[CacheStats]:
+    return lambda cache: [
         ((tier.tier.value, reason.value), read(tier.counters).get(reason, 0))
-        for tier, reason in product(snapshot.tiers, MissReason)
+        for tier, reason in product(cache.tiers, MissReason)
     ]
 
 
-def _links(read: Callable[[LinkStats], float]) -> Reader:
-    return lambda snapshot: [
-        ((tier.value,), read(link)) for tier, link in snapshot.costs.links.items()
-    ]
+def _links(read: Callable[[LinkStats], float]) -> Reader[CacheStats]:
+    return lambda cache: [((tier.value,), read(link)) for tier, link in cache.costs.links.items()]
 
 
-def _moves(snapshot: Snapshot) -> Iterable[tuple[Labels, float]]:
-    return [((codec,), speed) for codec, speed in snapshot.costs.moves_bytes_per_s.items()]
+def _moves(cache: CacheStats) -> Values:
+    return [((codec,), speed) for codec, speed in cache.costs.moves_bytes_per_s.items()]
 
 
-def _prefill(snapshot: Snapshot) -> Iterable[tuple[Labels, float]]:
-    seconds = snapshot.costs.prefill_s_per_token
+def _prefill(cache: CacheStats) -> Values:
+    seconds = cache.costs.prefill_s_per_token
     return [] if seconds is None else [((), seconds)]
 
 
-def _decisions(snapshot: Snapshot) -> Iterable[tuple[Labels, float]]:
-    counts = snapshot.costs.decisions.items()
+def _decisions(cache: CacheStats) -> Values:
+    counts = cache.costs.decisions.items()
     return [((tier.value, reason), count) for (tier, reason), count in counts]
 
 
-def _tenant_hits(snapshot: Snapshot) -> Iterable[tuple[Labels, float]]:
-    for name, counters in snapshot.tenants.items():
+def _fallbacks(cache: CacheStats) -> Values:
+    return list(cache.codec_fallbacks.items())
+
+
+def _tenant_hits(cache: CacheStats) -> Values:
+    for name, counters in cache.tenants.items():
         for tier, tokens in counters.hit_tokens.items():
             yield (name, tier.value), tokens
 
 
-def _tenant_misses(snapshot: Snapshot) -> Iterable[tuple[Labels, float]]:
-    for name, counters in snapshot.tenants.items():
+def _tenant_misses(cache: CacheStats) -> Values:
+    for name, counters in cache.tenants.items():
         for (tier, reason), tokens in counters.miss_tokens.items():
             yield (name, tier.value, reason.value), tokens
 
 
-def _fallbacks(snapshot: Snapshot) -> Iterable[tuple[Labels, float]]:
-    counted = snapshot.cache.codec_fallbacks if snapshot.cache is not None else {}
-    return list(counted.items())
-
-
-def _used_bytes(snapshot: Snapshot) -> Iterable[tuple[Labels, float]]:
-    engine = snapshot.engine
-    held = engine.blocks_used + engine.blocks_cached
-    yield (Tier.HBM.value,), held * snapshot.block_bytes
-    yield from (((tier.tier.value,), tier.used_bytes) for tier in snapshot.tiers)
-
-
-def _capacity_bytes(snapshot: Snapshot) -> Iterable[tuple[Labels, float]]:
-    yield (Tier.HBM.value,), snapshot.engine.blocks_total * snapshot.block_bytes
-    yield from (((tier.tier.value,), tier.capacity_bytes) for tier in snapshot.tiers)
-
-
 #: In the order of the documentation.
-TIER_SERIES: Final[tuple[Series, ...]] = (
+TIER_SERIES: Final[tuple[Series[CacheStats], ...]] = (
     gauge(
         "kvtier_tier_ok",
         "1 while a tier is ok; /health says what is wrong.",
         _tier(lambda tier: float(tier.state == "ok")),
         _TIER,
     ),
-    gauge("kvtier_tier_used_bytes", "Bytes in use.", _used_bytes, _TIER),
-    gauge("kvtier_tier_capacity_bytes", "Bytes that a tier may use.", _capacity_bytes, _TIER),
+    gauge("kvtier_tier_used_bytes", "Bytes in use.", _tier(lambda tier: tier.used_bytes), _TIER),
+    gauge(
+        "kvtier_tier_capacity_bytes",
+        "Bytes that a tier may use.",
+        _tier(lambda tier: tier.capacity_bytes),
+        _TIER,
+    ),
     gauge("kvtier_tier_chunks", "Chunks held.", _tier(lambda tier: tier.chunks), _TIER),
     gauge(
         "kvtier_tier_pinned_chunks",
@@ -240,7 +230,7 @@ TIER_SERIES: Final[tuple[Series, ...]] = (
 )
 
 #: What ``--tenant-metrics`` adds: at most some hundred tenants, each with few series.
-TENANT_SERIES: Final[tuple[Series, ...]] = (
+TENANT_SERIES: Final[tuple[Series[CacheStats], ...]] = (
     counter(
         "kvtier_tenant_hit_tokens_total",
         "Tokens that a tier gave to a tenant.",
