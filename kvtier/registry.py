@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from functools import cached_property
 from importlib.metadata import Distribution, EntryPoint, distribution, entry_points
+from itertools import takewhile
 from typing import Any, Final
 
 from kvtier.errors import ConfigError, MissingExtraError, RegistryError, nearest
@@ -92,6 +93,7 @@ admissions: Final = Registry("kvtier.admissions", "admission")
 codecs: Final = Registry("kvtier.codecs", "codec")
 byte_codecs: Final = Registry("kvtier.byte_codecs", "byte codec")
 connectors: Final = Registry("kvtier.connectors", "connector")
+decorators: Final = Registry("kvtier.decorators", "decorator of connectors")
 commands: Final = Registry("kvtier.commands", "command")
 
 
@@ -117,19 +119,39 @@ def split_codec(text: str) -> tuple[str | None, str | None]:
     return codec, byte_codec
 
 
+def split_scheme(scheme: str) -> tuple[list[str], str]:
+    """Split the scheme of a URL into the decorators that it names, outermost first, and the rest.
+
+    What stands before a connector's scheme is a decorator, whether there is one of that name or
+    not. Nothing is loaded.
+
+    >>> split_scheme("encrypted+redis"), split_scheme("redis+unix")
+    ((['encrypted'], 'redis'), ([], 'redis+unix'))
+    """
+    words = scheme.split("+")
+    tails = ["+".join(words[start:]) for start in range(len(words))]
+    known = [start for start, tail in enumerate(tails) if tail in connectors.names()]
+    decorating = list(takewhile(lambda word: word in decorators.names(), words[:-1]))
+    start = known[0] if known else len(decorating)
+    return words[:start], tails[start]
+
+
 def connect(url: str) -> Connector:
     """Open the connector that the URL's scheme names: ``memory://name``, ``redis://host``.
 
     The class behind the scheme reads the rest through its ``from_url(url)``, which raises
-    ``ConfigError`` for an option that it does not know. Does not wait for the medium: a store
-    that is down is an outcome of the first batch. The message of an error never holds the URL,
-    which may carry a password.
+    ``ConfigError`` for an option that it does not know. A decorator's name before the scheme, as in
+    ``encrypted+redis://host``, opens that decorator, which opens the rest. Does not wait for the
+    medium: a store that is down is an outcome of the first batch. The message of an error never
+    holds the URL, which may carry a password.
     """
     scheme, separator, _ = url.partition("://")
     if not separator:
         raise RegistryError("a connector's URL starts with its scheme, as in memory://name")
+    outer, innermost = split_scheme(scheme)
+    opener = decorators.load(outer[0]) if outer else connectors.load(innermost)
     try:
-        connector: Connector = connectors.load(scheme).from_url(url)
+        connector: Connector = opener.from_url(url)
     except ValueError:  # It may quote the URL, so it is not told.
         raise ConfigError(f"a {scheme}:// URL that cannot be taken apart") from None
     return connector

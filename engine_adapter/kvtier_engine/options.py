@@ -24,6 +24,7 @@ from kvtier.registry import (
     connectors,
     policies,
     split_codec,
+    split_scheme,
 )
 from kvtier_engine.api.limits import DRAIN_DEADLINE_S
 
@@ -108,7 +109,7 @@ def _urls(value: Any) -> tuple[str, ...]:
     known = connectors.names()
     for url in urls:
         scheme, separator, _ = url.partition("://")
-        if not separator or scheme not in known:
+        if not separator or split_scheme(scheme)[1] not in known:
             raise ConfigError(f"allowed: URLs that start with {', '.join(known)} and ://")
     if not urls or len(set(urls)) < len(urls):
         raise ConfigError("allowed: URLs, each named once")

@@ -12,7 +12,7 @@ import typer
 from kvtier.config import CacheConfig, DiskConfig, RemoteConfig, parse_size
 from kvtier.constants import DAEMON_CONNECTIONS_MAX, DAEMON_DRAIN_S
 from kvtier.errors import ConfigError
-from kvtier.registry import connectors, import_problem
+from kvtier.registry import connectors, import_problem, split_scheme
 from kvtier_server.credentials import Door, read_tokens
 from kvtier_server.settings import DaemonConfig, parse_address, tls_files
 
@@ -128,7 +128,7 @@ def _check_remote(url: str) -> None:
     """Refuse what is no connector's, without showing the rest of a URL."""
     scheme, separator, _ = url.partition("://")
     known = [name for name in connectors.names() if name not in _OWN]
-    if not separator or scheme not in known:
+    if not separator or split_scheme(scheme)[1] not in known:
         shown = scheme if separator else "(hidden)"
         allowed = f"URLs that start with {', '.join(known)} and ://"
         raise ConfigError(f"--remote = {shown!r}: allowed are {allowed}")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+import kvtier.registry
 from kvtier.interfaces import Connector, Listable
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.connector_contract import ConnectorContract, ListableContract, put
@@ -86,3 +88,16 @@ class TestSharded(ConnectorContract, ListableContract):
 class TestEncrypted(ConnectorContract, ListableContract):
     def make_connector(self) -> Connector:
         return WAYS["encrypted"](MemoryConnector())
+
+
+class TestAllByUrl(ConnectorContract, ListableContract):
+    @pytest.fixture(autouse=True)
+    def _url(self, tmp_path: Path) -> None:
+        (tmp_path / "key").write_text("0123456789abcdef" * 4)
+        for name in ("a", "b"):
+            (tmp_path / name).mkdir()
+        stores = f"file://{tmp_path}/a,{tmp_path}/b"
+        self.url = f"encrypted+sharded+{stores}?encryption_key_file={tmp_path}/key"
+
+    def make_connector(self) -> Connector:
+        return kvtier.registry.connect(self.url)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvtier.interfaces import Connector, Listable
-from kvtier.registry import connectors
+from kvtier.registry import connectors, decorators
 from kvtier_connectors.decorators import Deadlined, Retrying, Sharded, Throttled, Timed
-from kvtier_connectors.decorators.encrypted import Encrypted, Keys
+from kvtier_connectors.decorators.encrypted import Encrypted, FileKey, Keys
 from kvtier_connectors.files import FileConnector
 from kvtier_connectors.memory import MemoryConnector
 from kvtier_connectors.redis import RedisConnector
@@ -43,8 +43,10 @@ def test_media() -> None:
     assert all(isinstance(each, Listable) for each in listable)
 
 
-def test_decorators() -> None:
+def test_decorators(tmp_path: Path) -> None:
     inner, keys = MemoryConnector(), NoKeys()
+    (tmp_path / "key").write_text("00" * 32)
+    from_file: Keys = FileKey(str(tmp_path / "key"))
     key_source: Keys = keys
     made: list[Connector] = [
         Deadlined(inner, 1.0),
@@ -53,6 +55,7 @@ def test_decorators() -> None:
         Timed(inner),
         Sharded({"only": inner}),
         Encrypted(inner, key_source, "tenant"),
+        Encrypted(inner, from_file, ""),
     ]
     assert all(isinstance(each, Connector) for each in made)
 
@@ -60,3 +63,8 @@ def test_decorators() -> None:
 @pytest.mark.parametrize("name", connectors.names())
 def test_every_registered_connector_opens_by_url(name: str) -> None:
     assert callable(connectors.load(name).from_url)
+
+
+@pytest.mark.parametrize("name", decorators.names())
+def test_every_registered_decorator_opens_by_url(name: str) -> None:
+    assert callable(decorators.load(name).from_url)

@@ -31,7 +31,7 @@ def test_built_ins_come_through_the_same_door() -> None:
     assert "lru" in kvtier.registry.policies.names()
 
 
-@pytest.mark.parametrize("kind", ["policies", "codecs", "connectors", "commands"])
+@pytest.mark.parametrize("kind", ["policies", "codecs", "connectors", "decorators", "commands"])
 def test_every_name_loads(kind: str) -> None:
     registry: Registry = getattr(kvtier.registry, kind)
     for name in registry.names():

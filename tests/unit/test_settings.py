@@ -308,6 +308,7 @@ def test_remotes_may_be_several_and_are_not_shown() -> None:
     [
         ("--remote", "ftp://host"),
         ("--remote", "memory"),
+        ("--remote", "encrypted+ftp://host"),
         ("--remote", "memory://a", "--remote", "memory://a"),
         ("--remote-bytes", "1GiB"),
         ("--remote-mode", "back"),
@@ -318,6 +319,13 @@ def test_remotes_may_be_several_and_are_not_shown() -> None:
 def test_remotes_that_cannot_be_are_refused(arguments: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match="remote"):
         load(*arguments)
+
+
+def test_a_remote_may_be_decorated() -> None:
+    url = "encrypted+sharded+redis://a,b?encryption_key_file=/run/secrets/kv"
+    cache = load("--remote", url).config.cache_config()
+    assert cache is not None
+    assert [remote.url for remote in cache.remotes] == [url]
 
 
 def test_a_url_without_its_option_is_not_shown() -> None:

@@ -16,11 +16,14 @@ import asyncio
 import secrets
 import struct
 from collections.abc import AsyncIterator, Sequence
-from typing import Final, NamedTuple, Protocol
+from pathlib import Path
+from typing import Final, NamedTuple, Protocol, Self
+from urllib.parse import parse_qsl, urlsplit
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from kvtier.config import reject_unknown
 from kvtier.constants import KIB
 from kvtier.errors import (
     ConfigError,
@@ -28,8 +31,10 @@ from kvtier.errors import (
     ConnectorError,
     ConnectorRefusedError,
     ConnectorUnavailableError,
+    nearest,
 )
 from kvtier.interfaces import Connector, Listable, ReadOutcome
+from kvtier.registry import connect
 from kvtier.types import KeyInfo, ReadRequest, WriteItem
 from kvtier_connectors.decorators.base import Decorator
 from kvtier_connectors.threads import Halt, Threads
@@ -43,6 +48,10 @@ TAG_BYTES: Final = 16
 TRIES_MAX: Final = 3
 THREADS_DEFAULT: Final = 2
 
+#: What our own options of a URL begin with, and the one that there is.
+_OPTIONS: Final = "encryption_"
+KEY_FILE: Final = "encryption_key_file"
+
 _HEADER: Final = struct.Struct(">4sB3x16sQ")
 _MAGIC: Final = b"KVTE"
 _VERSION: Final = 1
@@ -55,6 +64,31 @@ class Keys(Protocol):
     def key(self, tenant: str) -> bytes | None:
         """Return the 32 bytes of a tenant, None if it has none (any more). Does not block."""
         ...
+
+
+class FileKey:
+    """The key in a file, for everybody: 64 hexadecimal digits, as ``openssl rand -hex 32`` writes.
+
+    The file is read once; whoever shall forget the key has to be started anew.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Read it. Raises ``ConfigError``, which does not show what the file holds."""
+        try:
+            text = Path(path).read_bytes()[: 4 * KEY_BYTES].strip()
+        except OSError as error:
+            raise ConfigError(f"{KEY_FILE} {path}: {error.strerror or error}") from error
+        try:
+            self._key = bytes.fromhex(text.decode())
+        except ValueError:
+            self._key = b""
+        if len(self._key) != KEY_BYTES:
+            raise ConfigError(f"{KEY_FILE} {path}: allowed are {2 * KEY_BYTES} hexadecimal digits")
+
+    def key(self, tenant: str) -> bytes:
+        """See ``Keys``."""
+        del tenant
+        return self._key
 
 
 class _Header(NamedTuple):
@@ -84,6 +118,16 @@ class Encrypted(Decorator):
         self._threads = Threads(threads, "kvtier-encrypt")
         if isinstance(inner, Listable):
             vars(self)["list"] = self._list
+
+    @classmethod
+    def from_url(cls, url: str) -> Self:
+        """Open ``encrypted+redis://host?encryption_key_file=/etc/kv/key``; the rest is the store's.
+
+        There is one key for all, and so no tenant by name.
+        """
+        inner, key_file = _taken_apart(url)
+        keys = FileKey(key_file)
+        return cls(connect(inner), keys, "")
 
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Ask, if there is a key that could read it."""
@@ -285,3 +329,25 @@ def _decoded(data: memoryview) -> _Header | None:
     magic, version, object_id, nbytes = _HEADER.unpack(data)
     known = magic == _MAGIC and version == _VERSION and nbytes <= OBJECT_BYTES_MAX
     return _Header(object_id, nbytes) if known else None
+
+
+def _taken_apart(url: str) -> tuple[str, str]:
+    """Return the URL of the store, and the file that ours names. Raises ``ConfigError``."""
+    _, _, rest = url.partition("+")
+    parts = urlsplit(rest)
+    where = f"a {url.partition('://')[0]}:// URL"
+    own: list[str] = []
+    others: list[str] = []
+    for text in parts.query.split("&"):
+        (name, value) = next(iter(parse_qsl(text, keep_blank_values=True)), ("", ""))
+        if name.startswith(_OPTIONS):
+            reject_unknown([name], [KEY_FILE], where)
+            own.append(value)
+            continue
+        if hint := nearest(name, [KEY_FILE]):
+            raise ConfigError(f"{where} has no {name!r}{hint}")
+        others.append(text)
+    if len(own) != 1:
+        raise ConfigError(f"{where} names one {KEY_FILE}")
+    store = f"{parts.scheme}://{parts.netloc}{parts.path}"
+    return (f"{store}?{'&'.join(others)}" if any(others) else store), own[0]

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
-from typing import TypeVar
+from typing import Final, Self, TypeVar
+from urllib.parse import urlsplit
 
 import xxhash
 
 from kvtier.errors import ConfigError, ConnectorError
 from kvtier.interfaces import Connector, Listable, ReadOutcome
+from kvtier.registry import connect
 from kvtier.types import KeyInfo, ReadRequest, WriteItem
+
+SHARDS_MAX: Final = 256
 
 _T = TypeVar("_T")
 _Name = TypeVar("_Name", bound=Hashable)
@@ -39,6 +43,15 @@ class Sharded:
         if all(isinstance(each, Listable) for each in inner.values()):
             # Set on the object, not on the class: a type tells what it can do by its methods.
             vars(self)["list"] = self._list
+
+    @classmethod
+    def from_url(cls, url: str) -> Self:
+        """Open ``sharded+redis://host1,host2?ttl_s=60`` or ``sharded+file:///mnt/a,/mnt/b``.
+
+        A connector for each host or, where there is none, for each path; user, password and
+        options are those of all. Clients agree that write the hosts alike, in any order.
+        """
+        return cls({name: connect(each) for name, each in _places(url).items()})
 
     def owner_of(self, key: bytes) -> str:
         """Return the name of the connector that has a key."""
@@ -107,3 +120,22 @@ def _merged(shares: Mapping[_Name, Sequence[int]], answers: Sequence[Sequence[_T
         for number, value in zip(numbers, values, strict=True)
     }
     return [found[number] for number in range(len(found))]
+
+
+def _places(url: str) -> dict[str, str]:
+    """Return the URLs that one URL stands for, by the host or path that each has."""
+    scheme, _, rest = url.partition("+")
+    parts = urlsplit(rest)
+    if parts.scheme.endswith(("+cluster", "+sentinel")):
+        raise ConfigError(f"{scheme}+{parts.scheme}:// names several hosts of one store already")
+    login, at, hosts = parts.netloc.rpartition("@")
+    names = (hosts or parts.path).split(",")
+    if not all(names) or len(set(names)) < len(names) or len(names) > SHARDS_MAX:
+        raise ConfigError(
+            f"{scheme}+{parts.scheme}:// names 1 to {SHARDS_MAX} hosts or paths by comma, each once"
+        )
+    options = f"?{parts.query}" if parts.query else ""
+    if not hosts:
+        return {path: f"{parts.scheme}://{path}{options}" for path in names}
+    behind = parts.path + options
+    return {host: f"{parts.scheme}://{login}{at}{host}{behind}" for host in names}
