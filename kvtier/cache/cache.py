@@ -81,6 +81,8 @@ class Cache:
         self.costs = desks.costs
         #: What tenants hold, and their end. What stays whatever else comes.
         self.tenants, self.pins = desks.tenancy.tenants, desks.tenancy.pins
+        #: What lies where, for operators.
+        self.holdings = desks.tenancy.holdings
         self._pending_until = self._clock.now() + config.pending_deadline_s
         medium.executor.start()
         if desks.cost_keeper is not None:
@@ -211,6 +213,7 @@ class Cache:
             self._medium.loads.add(load)
             load.pin()
             self._touch(match)
+            load.bring()
         return load
 
     def prefetch(

@@ -82,6 +82,12 @@ class KeptKeys:
         self._nbytes -= pin.nbytes if pin is not None else 0
         return pin is not None
 
+    def nbytes_of(self, root: bytes) -> int:
+        """Return the bytes of one root's chunks that are pinned now."""
+        now = self._clock.now()
+        pins = self._pins.values()
+        return sum(pin.nbytes for pin in pins if pin.root == root and pin.until > now)
+
     def drop_over(self, stale: Collection[bytes], held: Callable[[ChunkKey], bool]) -> None:
         """Drop pins whose time is over, those of stale roots, and those of what is not held."""
         now = self._clock.now()
@@ -180,7 +186,7 @@ class Pins:
         those whose pinned chunks follow these.
         """
         with self._lock:
-            dropped = [self._drop(hit.key) for hit in match.hits]
+            dropped = [self.drop(hit.key) for hit in match.hits]
         return sum(dropped) * match.sequence.chunk_tokens
 
     def pinned_tokens(self, sequence: Sequence) -> int:
@@ -221,6 +227,11 @@ class Pins:
         below = self._kept_on_disk is not None and self._kept_on_disk.keeps(key)
         return below or self._kept_in_dram.keeps(key)
 
+    def drop(self, key: ChunkKey) -> bool:
+        """Unpin one chunk; False: it was not pinned."""
+        below = self._kept_on_disk is not None and self._kept_on_disk.drop(key)
+        return self._kept_in_dram.drop(key) or below
+
     def _holds(self, key: ChunkKey) -> bool:
         below = self._disk is not None and self._disk.holds(key)
         return below or self._dram.index.get(key) is not None
@@ -230,10 +241,6 @@ class Pins:
         if in_dram or self._disk is None or self._kept_on_disk is None:
             return in_dram
         return self._kept_on_disk.keeps(key) and self._disk.holds(key)
-
-    def _drop(self, key: ChunkKey) -> bool:
-        below = self._kept_on_disk is not None and self._kept_on_disk.drop(key)
-        return self._kept_in_dram.drop(key) or below
 
 
 def check_pin_seconds(name: str, seconds: float) -> None:

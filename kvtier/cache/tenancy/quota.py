@@ -76,6 +76,11 @@ class TenantQuotas:
         # By tenant: what gives way next. It may have been used since, or be gone.
         self._orders: dict[bytes, deque[ChunkKey]] = {}
 
+    def limit(self, quota_bytes: int, quotas: Mapping[bytes, int]) -> None:
+        """Put other quotas in place of all; who holds more gives way when it next stores."""
+        self._quota_bytes = quota_bytes
+        self._quotas = dict(quotas)
+
     def room_in_dram(self, root: bytes, entry: Entry) -> bool:
         """See ``Quotas.room_in_dram``."""
         return self._make_room(root, entry, self._leave_any)

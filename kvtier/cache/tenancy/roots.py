@@ -97,6 +97,10 @@ class Roots:
         row = self._rows.get(root)
         return row.tenant if row is not None else b""
 
+    def row_of(self, root: bytes) -> RootRow | None:
+        """Return what a root stands for; None: not known."""
+        return self._rows.get(root)
+
     def of_tenant(self, tenant: bytes) -> Collection[bytes]:
         """Return the roots of a tenant, the stale ones too."""
         return self._by_tenant.get(tenant, ())

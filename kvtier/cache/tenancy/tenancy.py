@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from kvtier.cache.below.remote_room import RemoteRoom
 from kvtier.cache.below.removal import remove
 from kvtier.cache.below.writeout import Writeout
+from kvtier.cache.tenancy.held import Holdings
 from kvtier.cache.tenancy.pins import KeptKeys, Pins
-from kvtier.cache.tenancy.quota import NoQuotas, Quotas, TenantQuotas
+from kvtier.cache.tenancy.quota import Quotas, TenantQuotas
 from kvtier.cache.tenancy.reclaim import Reclaimer
 from kvtier.cache.tenancy.roots import Roots
 from kvtier.cache.tenancy.tenants import Tenants
@@ -24,10 +25,11 @@ from kvtier.types import ChunkKey
 
 @dataclass(frozen=True, slots=True)
 class Tenancy:
-    """``tenants`` and ``pins`` take the cache's lock, all else is used under it."""
+    """``tenants``, ``pins`` and ``holdings`` take the lock, all else is used under it."""
 
     tenants: Tenants
     pins: Pins
+    holdings: Holdings
     quotas: Quotas
     wishes: Wishes
     reclaimer: Reclaimer
@@ -60,14 +62,13 @@ def make_tenancy(
         return remove(key, *tiers, writeout, room)
 
     reclaimer = Reclaimer(roots, *tiers, let_go)
-    quotas: Quotas = NoQuotas()
-    if config.tenant_quota_bytes or config.tenant_quotas:
-        single = {bytes.fromhex(each.tenant): each.quota_bytes for each in config.tenant_quotas}
-        total = config.tenant_quota_bytes
-        quotas = TenantQuotas(roots, *tiers, total, single, pins.keeps, left_disk)
+    single = {bytes.fromhex(each.tenant): each.quota_bytes for each in config.tenant_quotas}
+    total = config.tenant_quota_bytes
+    quotas = TenantQuotas(roots, *tiers, total, single, pins.keeps, left_disk)
     return Tenancy(
-        tenants=Tenants(lock, roots, *tiers, reclaimer, end_loads, save),
+        tenants=Tenants(lock, roots, *tiers, reclaimer, quotas, end_loads, save),
         pins=pins,
+        holdings=Holdings(lock, clock, roots, pins, dram, disk, left_disk),
         quotas=quotas,
         wishes=Wishes(clock, pins, let_go),
         reclaimer=reclaimer,

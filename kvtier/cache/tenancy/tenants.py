@@ -6,9 +6,9 @@ A tenant is whoever shares a salt (``Namespace.tenant_salt``, the API's ``cache_
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from kvtier.cache.tenancy.quota import tenant_bytes
+from kvtier.cache.tenancy.quota import TenantQuotas, tenant_bytes
 from kvtier.cache.tenancy.reclaim import Reclaimer
 from kvtier.cache.tenancy.roots import Roots
 from kvtier.keys import tenant_digest
@@ -32,6 +32,7 @@ class Tenants:
         dram: DramTier,
         disk: DiskTier | None,
         reclaimer: Reclaimer,
+        quotas: TenantQuotas,
         end_loads: Callable[[], None],
         save: Callable[[], None],
     ) -> None:
@@ -40,6 +41,7 @@ class Tenants:
         self._dram = dram
         self._disk = disk
         self._reclaimer = reclaimer
+        self._quotas = quotas
         self._end_loads = end_loads
         self._save = save
 
@@ -58,6 +60,15 @@ class Tenants:
         """Bytes of tenants and namespaces of earlier epochs that are still to be given back."""
         with self._lock:
             return self._reclaimer.waiting_bytes
+
+    def limit(self, quota_bytes: int, quotas: Mapping[str, int]) -> None:
+        """Put other quotas in place of the config's: for each tenant, and by salt; 0 is none.
+
+        Until the process ends. Who holds more keeps it until it next stores something.
+        """
+        single = {tenant_digest(salt): nbytes for salt, nbytes in quotas.items()}
+        with self._lock:
+            self._quotas.limit(quota_bytes, single)
 
     def delete(self, salt: str) -> int:
         """Make everything that a tenant has stored unreachable, at once; return its new epoch.

@@ -98,6 +98,11 @@ class ColdTable:
         """Return some chunks of some namespaces, those first that were used longest ago."""
         return self._keys(self._of(namespaces), most)
 
+    def newest_of(self, namespaces: Collection[bytes], most: int) -> list[ChunkKey]:
+        """The same, those first that were used last."""
+        rows = np.flatnonzero(self._of(namespaces))[::-1][:most].tolist()
+        return [ChunkKey(key_at(self._bytes, row * ROW_BYTES)[0]) for row in rows]
+
     def leaves_of(self, namespaces: Collection[bytes], most: int) -> list[ChunkKey]:
         """The same, of those that no other chunk in the table follows."""
         return self._keys(
