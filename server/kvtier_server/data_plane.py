@@ -105,6 +105,14 @@ class DataPlane:
         if self._looking is not None:
             self._looking.cancel()
 
+    def change(self, door: Door, connections_max: int) -> None:
+        """Go by these from now on; whoever came in by a way that is closed is sent away."""
+        lost = [self._objects.get(name) for name in self._door.lost(door)]
+        self._door, self._connections_max = door, connections_max
+        for session in list(self._sessions):
+            if session.objects is not None and session.objects in lost:
+                session.refuse("its credential is withdrawn")
+
     async def _wait_until_left(self, seconds: float) -> None:
         """Wait until there is no session any more, so long at most."""
         self._all_left.clear()
@@ -113,9 +121,9 @@ class DataPlane:
                 async with asyncio.timeout(seconds):
                     await self._all_left.wait()
 
-    def admit(self, token: bytes, uid: int | None) -> Objects | None:
+    def admit(self, token: bytes, uid: int | None, certificate: str | None) -> Objects | None:
         """See ``Plane``."""
-        name = self._door.credential(token, uid)
+        name = self._door.credential(token, uid, certificate)
         if name is None:
             return None
         if name not in self._objects:

@@ -34,7 +34,7 @@ from kvtier.wire_fields import WireError, WireVersionError
 from kvtier.wire_link import Link
 from kvtier_server.budget import Budget
 from kvtier_server.counters import Counters
-from kvtier_server.credentials import peer_uid
+from kvtier_server.credentials import certificate_name, peer_uid
 from kvtier_server.objects import Fault, Filling, Objects
 
 _log = logging.getLogger("kvtier.daemon")
@@ -60,7 +60,7 @@ class Plane(Protocol):
         """What the server has done."""
         ...
 
-    def admit(self, token: bytes, uid: int | None) -> Objects | None:
+    def admit(self, token: bytes, uid: int | None, certificate: str | None) -> Objects | None:
         """Return the objects that a client may use; None: it may not come in."""
         ...
 
@@ -90,6 +90,11 @@ class Session:
     def welcomed(self) -> bool:
         """True once the client may ask."""
         return self._objects is not None
+
+    @property
+    def objects(self) -> Objects | None:
+        """What the client may use; None until it is welcomed."""
+        return self._objects
 
     @property
     def idle(self) -> bool:
@@ -150,7 +155,7 @@ class Session:
                 f"versions {asked} of the wire; spoken here is {WIRE_VERSION}",
             )
             return
-        self._objects = self._plane.admit(hello.token, self._peer())
+        self._objects = self._plane.admit(hello.token, *self._peer())
         if self._objects is None:
             self._plane.counters.refused += 1
             what = "the token is wrong" if hello.token else "a token is needed"
@@ -158,8 +163,12 @@ class Session:
             return
         self.link.send_now(Welcome(WIRE_VERSION))
 
-    def _peer(self) -> int | None:
-        return peer_uid(self.link.transport.get_extra_info("socket")) if self._unix else None
+    def _peer(self) -> tuple[int | None, str | None]:
+        """Return the user at the other end, or the name that its certificate gives it."""
+        told = self.link.transport.get_extra_info
+        if self._unix:
+            return peer_uid(told("socket")), None
+        return None, certificate_name(told("peercert"))
 
     def _serve(self, message: Message, payload_bytes: int) -> None:
         objects = self._objects
