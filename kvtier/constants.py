@@ -49,6 +49,9 @@ STORE_CHUNKS_INFLIGHT_MAX: Final = 256
 LOAD_CHUNKS_INFLIGHT_MAX: Final = 8
 LOAD_CHUNKS_INFLIGHT_MIN: Final = 4
 LOAD_BYTES_INFLIGHT: Final = 64 * MIB
+#: What of a load may lie in DRAM beside that, until the engine asks for it: as much comes
+#: during a long step.
+LOAD_BYTES_AHEAD: Final = 256 * MIB
 # What is ready at once goes out in plans of about so much, the first layers first; few of them.
 LOAD_PLAN_BYTES: Final = 64 * MIB
 LOAD_PLANS_MAX: Final = 8

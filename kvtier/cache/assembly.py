@@ -162,6 +162,7 @@ def make_desks(given: Given, medium: Medium) -> Desks:
     def filled(fill: Fill, layout: KVLayout) -> None:
         if fill.failure is None and not rooms.closed:
             rooms.spread(fill.record.entry.key, layout)
+        medium.loads.bring()
         prefetcher.pump()
 
     record = None if spans is None else partial(record_fill, spans)

@@ -27,6 +27,7 @@ from kvtier.cache.spans import record_load
 from kvtier.cache.worth.costs import Choice, Costs
 from kvtier.cache.worth.progress import gives_up
 from kvtier.constants import (
+    LOAD_BYTES_AHEAD,
     LOAD_BYTES_INFLIGHT,
     LOAD_CHUNKS_INFLIGHT_MAX,
     LOAD_CHUNKS_INFLIGHT_MIN,
@@ -81,9 +82,7 @@ class Load:
         choice: Choice | None = None,
     ) -> None:
         self._context = context
-        self._match = match
-        self._blocks = blocks
-        self._deadline = deadline
+        self._match, self._blocks, self._deadline = match, blocks, deadline
         self._begun_s = context.clock.now()
         self._layout = match.sequence.layout
         self._pieces = cut_pieces(match, blocks)
@@ -120,7 +119,7 @@ class Load:
             if self._outcome is not None:
                 return []
             self._expire()
-            self._bring()
+            self.bring()
             plans = self._order()
             self._settle()
             return plans
@@ -183,16 +182,17 @@ class Load:
         piece.sections = {shard: shape.layouts[shard].sections for shard in needed}
         return True
 
-    def _bring(self) -> None:
-        """Start the next chunks on their way up, in order, a few at a time."""
-        coming = 0
+    def bring(self) -> None:
+        """Start the next chunks on their way up, a few at a time; under the cache's lock."""
+        coming = ahead_bytes = 0
         self._waits_for_room = False
         for index, piece in enumerate(self._pieces[: self._failed_at]):
             if not self._fill_is_good(index, piece):
                 return
             if piece.tier is Tier.DRAM or piece.complete:
                 continue
-            coming += 1
+            ahead_bytes += piece.waiting_bytes
+            coming += not piece.waiting_bytes or ahead_bytes > LOAD_BYTES_AHEAD
             if coming > (1 if self._patience and self._patience.doubtful else self._coming_max):
                 return
             if piece.record is None and not self._bring_piece(index, piece):

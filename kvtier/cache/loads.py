@@ -29,6 +29,11 @@ class Loads:
         for load in self._active:
             load.keep_deadline()
 
+    def bring(self) -> None:
+        """Start what has room now, also while the engine computes and polls nothing."""
+        for load in self._active:
+            load.bring()
+
     def end(self, reason: MissReason) -> None:
         """Let all of them come to nothing."""
         for load in self._active:

@@ -49,6 +49,15 @@ class Piece:
             count == self.sections[shard] for shard, count in self.ordered.items()
         )
 
+    @property
+    def waiting_bytes(self) -> int:
+        """What of it lies in DRAM and waits for the engine: all of it or nothing."""
+        if self.record is None:
+            return 0
+        verified = self.sections if self.fill is None else self.fill.verified
+        came = all(verified[shard] == count for shard, count in self.sections.items())
+        return self.record.entry.nbytes if came else 0
+
     def ready_sections(self, shard: ShardId) -> range:
         """Return the sections that are verified and not ordered yet."""
         verified = self.sections[shard] if self.fill is None else self.fill.verified[shard]

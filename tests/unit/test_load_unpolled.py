@@ -1,0 +1,50 @@
+"""A load comes up while its engine computes, which may take seconds between two polls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.constants import LOAD_CHUNKS_INFLIGHT_MAX
+from kvtier.testing.engine_double import wait_until
+from kvtier.testing.fault_files import FileGate, FileOperation
+from kvtier.types import MissReason, Tier
+from tests.lib.cache_setup import CHUNK, CacheSetup, begun, cache_setup, settle, tier_stats
+
+#: More than is on its way at a time.
+MANY = range((LOAD_CHUNKS_INFLIGHT_MAX + 4) * CHUNK)
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> Iterator[CacheSetup]:
+    with cache_setup(tmp_path) as setup:
+        yield setup
+
+
+def test_a_load_that_is_not_polled_comes_up_whole(setup: CacheSetup) -> None:
+    engine = setup.on_disk(MANY)
+    loading = begun(engine, MANY)
+    wait_until(
+        lambda: tier_stats(engine.cache, Tier.DRAM).chunks == len(MANY) // CHUNK,
+        "only a poll brings it up",
+    )
+    assert loading.load.outcome is None
+    engine.drive(loading)
+    engine.check(loading)
+    assert loading.outcome.tokens_by_tier == {Tier.DISK: len(MANY)}
+
+
+def test_one_that_is_cancelled_brings_nothing_more(setup: CacheSetup) -> None:
+    engine = setup.on_disk(MANY)
+    gate = FileGate(operations=(FileOperation.READ,))
+    setup.files.inject(gate)
+    loading = begun(engine, MANY)
+    gate.wait_for_arrivals()
+    loading.load.cancel()
+    gate.open()
+    engine.drive(loading)
+    settle(engine)
+    assert loading.outcome.misses[0].reason is MissReason.CANCELLED
+    assert tier_stats(engine.cache, Tier.DRAM).chunks <= LOAD_CHUNKS_INFLIGHT_MAX
