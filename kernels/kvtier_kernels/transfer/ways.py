@@ -16,8 +16,8 @@ int4      167 (many)    158 (many)    169 (many)    162 (many)
 Staged ways leave the link to the copy engine: a bfloat16 matrix product beside them took 0 to 5 %
 longer, and 1.5 to 4 times as long beside kernels that read or write the host's memory themselves.
 What is missing to the link (205 for int4): of the 26 ms of a batch the first copy begins after 1.3,
-for 3.7 the host lays slices out no faster than the link takes them, and after that copies, 9 MB each,
-cross at 44 to 50 GB/s beside the kernels (18 MB ones of int8 at 54).
+for 3.7 the host lays slices out no faster than the link takes them, and after that copies of 9 MB
+cross at 44 to 50 GB/s beside the kernels (those of int8, 18 MB, at 54).
 """
 
 from __future__ import annotations
