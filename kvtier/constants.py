@@ -176,7 +176,9 @@ STAGED_CHUNKS_MAX: Final = 32
 # What transfers and recomputing cost: of how many measurements, at most, a line is made. Eight:
 # then nothing is left of what was before a change.
 COST_POINTS_MAX: Final = 8
-COST_SHAPE_POINTS_MAX: Final = 32
+COST_KEPT_POINTS_MAX: Final = 32
+#: Of how many pairs of prefill steps it is learned how a token's cost grows with its place.
+COST_PAIRS_MAX: Final = 128
 COST_SAVE_S: Final = 60.0
 COST_NAMES_MAX: Final = 16
 COST_FILE_BYTES_MAX: Final = 64 * KIB
@@ -216,3 +218,12 @@ DAEMON_IDLE_S_MAX: Final = 600.0
 DAEMON_REQUEST_S_MAX: Final = 10.0
 DAEMON_DRAIN_S: Final = 10.0
 DAEMON_TOKENS_MAX: Final = 1024
+DAEMON_CONFIG_BYTES_MAX: Final = 256 * KIB
+# Its control plane: what one request may hold, how many run, what is done at once under the lock.
+CONTROL_BODY_BYTES_MAX: Final = 4 * MIB
+CONTROL_KEYS_MAX: Final = 4096
+CONTROL_REQUESTS_MAX: Final = 64
+CONTROL_OBJECTS_MAX: Final = 65_536
+CONTROL_OBJECTS_AT_ONCE: Final = 256
+CONTROL_WARM_S_MAX: Final = 600.0
+CONTROL_FINDINGS_MAX: Final = 100
