@@ -4,7 +4,7 @@ A frame is a fixed prefix, a small msgpack header and, for some kinds, a raw pay
 
     offset  size  field
          0     4  magic "KVTW"
-         4     1  version; 0 in the frames of the handshake, which every version reads
+         4     1  version that brought this kind; 0: the handshake's, which every version reads
          5     1  kind
          6     2  reserved, 0
          8     4  header bytes     H, at most WIRE_HEADER_BYTES_MAX    little-endian
@@ -15,12 +15,17 @@ A frame is a fixed prefix, a small msgpack header and, for some kinds, a raw pay
 A client sends ``Hello`` and gets ``Welcome`` or ``Refused``. Then it asks as much as it likes
 without waiting; each answer names the request that it answers, in any order. Everything that
 arrives is checked against limits before anything is allocated for it, and nothing is executed.
+
+Version 2 is spoken on Unix sockets where both sides share memory: a ``Lease`` is answered by where
+the object lies in a file that the client maps, and holds it there until its ``Release``; ``Take``
+stores what the client has put into a file that it shares with the server. Files are handed over
+by ``Map``, as the descriptor that comes with the answer.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from enum import IntEnum
 from typing import Any, ClassVar, Final
@@ -38,7 +43,6 @@ from kvtier.constants import (
 from kvtier.wire_fields import (
     Check,
     WireError,
-    WireVersionError,
     binary,
     boolean,
     integer,
@@ -48,10 +52,11 @@ from kvtier.wire_fields import (
 )
 
 WIRE_MAGIC: Final = b"KVTW"
-WIRE_VERSION: Final = 1
-_HANDSHAKE_VERSION: Final = 0
-_PREFIX: Final = struct.Struct("<4sBBHIQ")
-PREFIX_BYTES: Final = _PREFIX.size
+#: The greatest version, and the greatest without shared memory.
+WIRE_VERSION: Final = 2
+WIRE_VERSION_SOCKET: Final = 1
+PREFIX: Final = struct.Struct("<4sBBHIQ")
+PREFIX_BYTES: Final = PREFIX.size
 _UINT32_MAX: Final = 2**32 - 1
 
 
@@ -68,13 +73,31 @@ class Kind(IntEnum):
     WRITE = 8
     DELETE = 9
     DONE = 10
+    MAP = 11
+    MAPPED = 12
+    LEASE = 13
+    LEASED = 14
+    RELEASE = 15
+    TAKE = 16
 
 
-#: What may come from a client, and from a server.
-FROM_CLIENT: Final = frozenset({Kind.HELLO, Kind.CONTAINS, Kind.READ, Kind.WRITE, Kind.DELETE})
-FROM_SERVER: Final = frozenset({Kind.WELCOME, Kind.REFUSED, Kind.FOUND, Kind.DATA, Kind.DONE})
 _HANDSHAKE: Final = frozenset({Kind.HELLO, Kind.WELCOME, Kind.REFUSED})
-_WITH_PAYLOAD: Final = frozenset({Kind.DATA, Kind.WRITE})
+_SHARED: Final = frozenset(
+    {Kind.MAP, Kind.MAPPED, Kind.LEASE, Kind.LEASED, Kind.RELEASE, Kind.TAKE}
+)
+#: What may come from a server, and from a client.
+FROM_SERVER: Final = frozenset(
+    {Kind.WELCOME, Kind.REFUSED, Kind.FOUND, Kind.DATA, Kind.DONE, Kind.MAPPED, Kind.LEASED}
+)
+FROM_CLIENT: Final = frozenset(Kind) - FROM_SERVER
+WITH_PAYLOAD: Final = frozenset({Kind.DATA, Kind.WRITE})
+
+
+def version_of(kind: Kind) -> int:
+    """Return the version that brought a kind, which stands in its frames; 0: the handshake's."""
+    if kind in _HANDSHAKE:
+        return 0
+    return WIRE_VERSION if kind in _SHARED else WIRE_VERSION_SOCKET
 
 
 class Status(IntEnum):
@@ -185,15 +208,82 @@ class Done:
     text: str
 
 
-Message = Hello | Welcome | Refused | Contains | Found | Read | Data | Write | Delete | Done
+class Area(IntEnum):
+    """Which file a client asks for. Numbers are for ever."""
+
+    OBJECTS = 0
+    STAGING = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
-    """A message that has arrived, and how many bytes of payload follow it."""
+class Map:
+    """Hand me a file: that of my objects, to read; or a new one of my own, to write."""
 
-    message: Message
-    payload_bytes: int
+    kind: ClassVar = Kind.MAP
+    request: int
+    area: Area
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """The answer to ``Map``. If ``OK``, the file's descriptor comes with the frame's first byte.
+
+    ``region`` names the file, ``nbytes`` is its length. A staging area ends with the connection.
+    """
+
+    kind: ClassVar = Kind.MAPPED
+    request: int
+    status: Status
+    text: str
+    region: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Hold the object of this key where it is, for me to read there; until its ``Release``."""
+
+    kind: ClassVar = Kind.LEASE
+    request: int
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """The answer to ``Lease``: where the object lies; it stays so while the connection does."""
+
+    kind: ClassVar = Kind.LEASED
+    request: int
+    status: Status
+    text: str
+    region: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """End leases, by the numbers of their requests. There is no answer."""
+
+    kind: ClassVar = Kind.RELEASE
+    requests: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Keep a part of my staging area as the whole object of this key: as ``Write``."""
+
+    kind: ClassVar = Kind.TAKE
+    request: int
+    key: bytes
+    region: int
+    offset: int
+    nbytes: int
+
+
+Request = Contains | Read | Write | Delete | Map | Lease | Take
+Answer = Found | Data | Done | Mapped | Leased
+Message = Hello | Welcome | Refused | Request | Answer | Release
 
 
 def encode(message: Message, payload_bytes: int = 0) -> bytes:
@@ -204,136 +294,10 @@ def encode(message: Message, payload_bytes: int = 0) -> bytes:
     header: bytes = msgpack.packb(astuple(message))
     assert len(header) <= WIRE_HEADER_BYTES_MAX, "a header that nobody takes"
     assert payload_bytes <= WIRE_PAYLOAD_BYTES_MAX, "a payload that nobody takes"
-    assert not payload_bytes or message.kind in _WITH_PAYLOAD, "a payload where none belongs"
-    version = _HANDSHAKE_VERSION if message.kind in _HANDSHAKE else WIRE_VERSION
-    prefix = _PREFIX.pack(WIRE_MAGIC, version, message.kind, 0, len(header), payload_bytes)
+    assert not payload_bytes or message.kind in WITH_PAYLOAD, "a payload where none belongs"
+    version = version_of(message.kind)
+    prefix = PREFIX.pack(WIRE_MAGIC, version, message.kind, 0, len(header), payload_bytes)
     return prefix + header
-
-
-class Parser:
-    """Turns one side's bytes into frames, within a buffer of fixed size.
-
-    The owner fills what ``buffer`` gives and says so with ``received``, then takes frames with
-    ``next`` until there is none. Behind a frame with a payload it says with ``place`` where that
-    belongs, before it goes on; most of it is then received there without a copy.
-    """
-
-    def __init__(self, accepts: Collection[Kind]) -> None:
-        """Take frames of these kinds; any other is an error."""
-        self._accepts = accepts
-        self._buffer = memoryview(bytearray(PREFIX_BYTES + WIRE_HEADER_BYTES_MAX))
-        self._start = self._end = 0
-        self._target: memoryview | None = None
-        self._filled = 0
-        self._left = 0
-        self._placed = True
-
-    @property
-    def busy(self) -> bool:
-        """True in the middle of a frame or its payload."""
-        return self._left > 0 or self._end > self._start
-
-    def buffer(self) -> memoryview:
-        """Return where the next bytes are to be received: at least one of them."""
-        if self._left and self._placed:
-            if self._target is not None:
-                return self._target[self._filled :]
-            return self._buffer[: self._left]  # Nobody wants them.
-        if self._end == len(self._buffer):
-            self._move_down()
-        free = self._buffer[self._end :]
-        assert len(free), "frames are not taken"
-        return free
-
-    def received(self, nbytes: int) -> None:
-        """Take note that so many bytes lie in what ``buffer`` gave last."""
-        if self._left and self._placed:
-            self._filled += nbytes
-            self._left -= nbytes
-        else:
-            self._end += nbytes
-
-    def next(self) -> Frame | None:
-        """Return the next frame; None: more bytes are needed. Raises ``WireError``, for good.
-
-        None too while a payload has not arrived: see ``payload_left``.
-        """
-        if self._left:
-            return None
-        self._target = None
-        have = self._end - self._start
-        if have < PREFIX_BYTES:
-            self._check_beginning(have)
-            return None
-        prefix = _PREFIX.unpack_from(self._buffer, self._start)
-        kind, header_bytes, payload_bytes = _checked_prefix(prefix, self._accepts)
-        if have < PREFIX_BYTES + header_bytes:
-            return None
-        start = self._start + PREFIX_BYTES
-        message = decode(kind, self._buffer[start : start + header_bytes])
-        self._start = start + header_bytes
-        self._left = payload_bytes
-        self._placed = not payload_bytes
-        if self._start == self._end:
-            self._start = self._end = 0
-        return Frame(message, payload_bytes)
-
-    @property
-    def payload_left(self) -> int:
-        """Bytes of the present frame's payload that have not arrived."""
-        return self._left
-
-    def place(self, target: memoryview | None) -> None:
-        """Say where the payload of the frame belongs: ``target``, exactly as long; None: nowhere.
-
-        ``target`` is written to until ``payload_left`` is 0 or ``discard`` is called.
-        """
-        assert not self._placed, "no payload to place"
-        assert target is None or len(target) == self._left, "a target of another size"
-        self._target = target
-        self._placed = True
-        here = min(self._end - self._start, self._left)
-        if target is not None:
-            target[:here] = self._buffer[self._start : self._start + here]
-        self._start += here
-        self._filled = here
-        self._left -= here
-        if self._start == self._end:
-            self._start = self._end = 0
-
-    def discard(self) -> None:
-        """Write no more to the target: the rest of the payload goes nowhere."""
-        self._target = None
-
-    def _move_down(self) -> None:
-        held = self._end - self._start
-        self._buffer[:held] = bytes(self._buffer[self._start : self._end])
-        self._start, self._end = 0, held
-
-    def _check_beginning(self, have: int) -> None:
-        """Tell what is no frame by its first bytes, so that nobody waits for more of it."""
-        beginning = bytes(self._buffer[self._start : self._start + min(have, len(WIRE_MAGIC))])
-        if not WIRE_MAGIC.startswith(beginning):
-            raise WireError(f"not KVTier's wire: it begins with {beginning!r}")
-
-
-def _checked_prefix(prefix: tuple[Any, ...], accepts: Collection[Kind]) -> tuple[Kind, int, int]:
-    magic, version, number, reserved, header_bytes, payload_bytes = prefix
-    if magic != WIRE_MAGIC:
-        raise WireError(f"not KVTier's wire: it begins with {magic!r}")
-    if version not in {_HANDSHAKE_VERSION, WIRE_VERSION}:
-        raise WireVersionError(f"version {version} of the wire; spoken here is {WIRE_VERSION}")
-    if number not in accepts:
-        raise WireError(f"a frame of kind {number}, which may not come from this side")
-    kind = Kind(number)
-    if (kind in _HANDSHAKE) != (version == _HANDSHAKE_VERSION) or reserved:
-        raise WireError(f"a {kind.name} frame of version {version} with {reserved} reserved")
-    if header_bytes > WIRE_HEADER_BYTES_MAX:
-        raise WireError(f"a header of {header_bytes} bytes; allowed are {WIRE_HEADER_BYTES_MAX}")
-    most = WIRE_PAYLOAD_BYTES_MAX if kind in _WITH_PAYLOAD else 0
-    if payload_bytes > most:
-        raise WireError(f"a {kind.name} payload of {payload_bytes} bytes; allowed are {most}")
-    return kind, header_bytes, payload_bytes
 
 
 def decode(kind: Kind, header: bytes | memoryview) -> Message:
@@ -362,18 +326,33 @@ def _status(value: Any) -> Status:
     return Status(value)
 
 
+def _area(value: Any) -> Area:
+    if type(value) is not int or not 0 <= value <= max(Area):
+        raise WireError(f"an area is {shown(value)}")
+    return Area(value)
+
+
 _REQUEST: Final = integer(0, _UINT32_MAX)
 _KEY: Final = binary(1, WIRE_KEY_BYTES_MAX)
 _VERSION: Final = integer(0, 255)
+_REGION: Final = integer(0, 2**63 - 1)
+_OFFSET: Final = integer(0, 2**63)
+_BYTES: Final = integer(0, WIRE_PAYLOAD_BYTES_MAX)
 _FIELDS: Final[dict[Kind, tuple[Callable[..., Message], tuple[Check, ...]]]] = {
     Kind.HELLO: (Hello, (_VERSION, _VERSION, binary(0, WIRE_TOKEN_BYTES_MAX))),
     Kind.WELCOME: (Welcome, (_VERSION,)),
     Kind.REFUSED: (Refused, (_status, text)),
     Kind.CONTAINS: (Contains, (_REQUEST, row(_KEY))),
     Kind.FOUND: (Found, (_REQUEST, row(boolean))),
-    Kind.READ: (Read, (_REQUEST, _KEY, integer(0, 2**63), integer(0, WIRE_PAYLOAD_BYTES_MAX))),
+    Kind.READ: (Read, (_REQUEST, _KEY, _OFFSET, _BYTES)),
     Kind.DATA: (Data, (_REQUEST, _status, text)),
     Kind.WRITE: (Write, (_REQUEST, _KEY)),
     Kind.DELETE: (Delete, (_REQUEST, row(_KEY))),
     Kind.DONE: (Done, (_REQUEST, _status, text)),
+    Kind.MAP: (Map, (_REQUEST, _area)),
+    Kind.MAPPED: (Mapped, (_REQUEST, _status, text, _REGION, _OFFSET)),
+    Kind.LEASE: (Lease, (_REQUEST, _KEY)),
+    Kind.LEASED: (Leased, (_REQUEST, _status, text, _REGION, _OFFSET, _BYTES)),
+    Kind.RELEASE: (Release, (row(_REQUEST),)),
+    Kind.TAKE: (Take, (_REQUEST, _KEY, _REGION, _OFFSET, _BYTES)),
 }

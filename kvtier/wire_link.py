@@ -9,8 +9,13 @@ from collections.abc import Collection
 from typing import Final, Protocol, cast
 
 from kvtier.constants import WIRE_BYTES_PER_S_MIN, WIRE_PIECE_BYTES, WIRE_STALL_S_MAX
-from kvtier.wire import Frame, Kind, Message, Parser, encode
+from kvtier.wire import (
+    Kind,
+    Message,
+    encode,
+)
 from kvtier.wire_fields import WireError
+from kvtier.wire_parser import Frame, Parser
 
 _SMALL_BYTES: Final = 64 * 1024
 #: A peer that is gone without a word is noticed after about a minute.

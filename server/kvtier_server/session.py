@@ -15,13 +15,12 @@ from kvtier.constants import (
 from kvtier.interfaces import Clock
 from kvtier.wire import (
     FROM_CLIENT,
-    WIRE_VERSION,
+    WIRE_VERSION_SOCKET,
     Contains,
     Data,
     Delete,
     Done,
     Found,
-    Frame,
     Hello,
     Message,
     Read,
@@ -29,9 +28,11 @@ from kvtier.wire import (
     Status,
     Welcome,
     Write,
+    version_of,
 )
 from kvtier.wire_fields import WireError, WireVersionError
 from kvtier.wire_link import Link
+from kvtier.wire_parser import Frame
 from kvtier_server.budget import Budget
 from kvtier_server.counters import Counters
 from kvtier_server.credentials import certificate_name, peer_uid
@@ -80,6 +81,7 @@ class Session:
         self._plane = plane
         self._unix = unix
         self._objects: Objects | None = None
+        self._version = WIRE_VERSION_SOCKET
         self._tasks: set[asyncio.Task[None]] = set()
         self._bytes = 0
         self._full = False
@@ -113,6 +115,8 @@ class Session:
             self._refuse(Status.REFUSED, "a client says hello, once, before all else")
         elif isinstance(message, Hello):
             self._welcome(message)
+        elif version_of(message.kind) > self._version:
+            self._refuse(Status.REFUSED, f"version {self._version} of the wire was agreed upon")
         else:
             self._serve(message, frame.payload_bytes)
 
@@ -147,12 +151,12 @@ class Session:
         self.link.close()
 
     def _welcome(self, hello: Hello) -> None:
-        if not hello.version_min <= WIRE_VERSION <= hello.version_max:
+        if not hello.version_min <= WIRE_VERSION_SOCKET <= hello.version_max:
             self._plane.counters.refused += 1
             asked = f"{hello.version_min} .. {hello.version_max}"
             self._refuse(
                 Status.REFUSED,
-                f"versions {asked} of the wire; spoken here is {WIRE_VERSION}",
+                f"versions {asked} of the wire; spoken here is {WIRE_VERSION_SOCKET}",
             )
             return
         self._objects = self._plane.admit(hello.token, *self._peer())
@@ -161,7 +165,7 @@ class Session:
             what = "the token is wrong" if hello.token else "a token is needed"
             self._refuse(Status.REFUSED, f"not allowed: {what}")
             return
-        self.link.send_now(Welcome(WIRE_VERSION))
+        self.link.send_now(Welcome(WIRE_VERSION_SOCKET))
 
     def _peer(self) -> tuple[int | None, str | None]:
         """Return the user at the other end, or the name that its certificate gives it."""

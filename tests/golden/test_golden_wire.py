@@ -10,21 +10,28 @@ import pytest
 from kvtier.wire import (
     FROM_CLIENT,
     FROM_SERVER,
+    Area,
     Contains,
     Data,
     Delete,
     Done,
     Found,
     Hello,
+    Lease,
+    Leased,
+    Map,
+    Mapped,
     Message,
-    Parser,
     Read,
     Refused,
+    Release,
     Status,
+    Take,
     Welcome,
     Write,
     encode,
 )
+from kvtier.wire_parser import Parser
 
 GOLDEN: dict[str, str] = json.loads(Path(__file__).with_name("wire.json").read_text())
 MESSAGES: dict[str, tuple[Message, int]] = {
@@ -39,6 +46,12 @@ MESSAGES: dict[str, tuple[Message, int]] = {
     "write": (Write(4, bytes(range(38))), 65_537),
     "delete": (Delete(5, (b"key",)), 0),
     "done": (Done(2**32 - 1, Status.UNAVAILABLE, "später"), 0),
+    "map": (Map(6, Area.STAGING), 0),
+    "mapped": (Mapped(6, Status.OK, "", 2**62 + 1, 2**25), 0),
+    "lease": (Lease(7, b"key"), 0),
+    "leased": (Leased(7, Status.OK, "", 2**62 + 1, 4096, 2**21), 0),
+    "release": (Release((7, 2**32 - 1)), 0),
+    "take": (Take(8, b"key", 2**40, 4096, 65_537), 0),
 }
 
 

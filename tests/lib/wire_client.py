@@ -6,7 +6,15 @@ import socket
 from contextlib import suppress
 from urllib.parse import urlsplit
 
-from kvtier.wire import FROM_SERVER, Data, Frame, Hello, Message, Parser, Welcome, encode
+from kvtier.wire import (
+    FROM_SERVER,
+    Data,
+    Hello,
+    Message,
+    Welcome,
+    encode,
+)
+from kvtier.wire_parser import Frame, Parser
 
 TIMEOUT_S = 20.0
 

@@ -29,22 +29,26 @@ from kvtier.constants import (
 )
 from kvtier.wire import (
     FROM_SERVER,
+    Area,
     Contains,
     Data,
     Delete,
     Done,
     Found,
-    Frame,
     Hello,
+    Lease,
+    Map,
     Message,
-    Parser,
     Read,
     Refused,
+    Release,
     Status,
+    Take,
     Welcome,
     Write,
     encode,
 )
+from kvtier.wire_parser import Frame, Parser
 from kvtier_server.budget import Budget, Waiting
 from kvtier_server.credentials import Door
 from kvtier_server.data_plane import DataPlane
@@ -345,3 +349,18 @@ async def test_b88_an_object_that_is_being_sent_stays_as_it_is(plane: Plane) -> 
     assert bytes(held.data) == b"1" * MIB
     held.release()
     held.release()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [Lease(1, b"key"), Release((1,)), Map(1, Area.STAGING), Take(1, b"key", 1, 0, 1)],
+    ids=lambda message: message.kind.name,
+)
+async def test_what_another_version_brought_is_not_served(plane: Plane, message: Message) -> None:
+    client = await plane.client()
+    await client.send(message)
+    refused = await client.message()
+    assert isinstance(refused, Refused)
+    assert "version 1" in refused.text
+    assert await client.frame() is None
+    await client.close()

@@ -32,7 +32,6 @@ from kvtier.wire import (
     Done,
     Found,
     Message,
-    Parser,
     Read,
     Refused,
     Status,
@@ -40,6 +39,7 @@ from kvtier.wire import (
     Write,
     encode,
 )
+from kvtier.wire_parser import Parser
 from kvtier_connectors.server.errors import STATUSES, failure
 from kvtier_connectors.server.settings import parse_url
 

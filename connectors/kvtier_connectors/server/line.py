@@ -10,19 +10,20 @@ from typing import Final
 from kvtier.errors import ConnectorDataError, ConnectorError, ConnectorUnavailableError
 from kvtier.wire import (
     FROM_SERVER,
-    WIRE_VERSION,
+    WIRE_VERSION_SOCKET,
     Data,
     Done,
     Found,
-    Frame,
     Hello,
     Message,
     Refused,
     Status,
     Welcome,
+    version_of,
 )
 from kvtier.wire_fields import WireError
 from kvtier.wire_link import Link
+from kvtier.wire_parser import Frame
 from kvtier_connectors.server.errors import failure, translated
 from kvtier_connectors.server.settings import Settings
 
@@ -51,6 +52,7 @@ class Line:
         self._welcomed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._coming: tuple[int, Data, int] | None = None
         self._fault: ConnectorError | None = None
+        self._version = WIRE_VERSION_SOCKET
         self._link = Link(FROM_SERVER, self)
 
     @property
@@ -127,7 +129,7 @@ class Line:
 
     def opened(self) -> None:
         """See ``Owner``."""
-        self._link.send_now(Hello(WIRE_VERSION, WIRE_VERSION, self._settings.token))
+        self._link.send_now(Hello(WIRE_VERSION_SOCKET, WIRE_VERSION_SOCKET, self._settings.token))
 
     def arrived(self, frame: Frame) -> None:
         """See ``Owner``."""
@@ -140,6 +142,8 @@ class Line:
             self._take_welcome(message)
         elif not self._welcomed.done():
             self._lose(ConnectorDataError("an answer before the welcome"))
+        elif version_of(message.kind) > self._version:
+            self._lose(ConnectorDataError("an answer of another version of the wire"))
         elif isinstance(message, Data):
             self._take_data(message, frame.payload_bytes)
         elif isinstance(message, Found | Done):
@@ -163,7 +167,7 @@ class Line:
             self._lose(ConnectorUnavailableError("the server has closed the connection"))
 
     def _take_welcome(self, message: Welcome) -> None:
-        if message.version != WIRE_VERSION or self._welcomed.done():
+        if message.version != WIRE_VERSION_SOCKET or self._welcomed.done():
             self._lose(ConnectorDataError(f"welcomed to version {message.version} of the wire"))
         else:
             self._welcomed.set_result(None)

@@ -1,0 +1,155 @@
+"""Bytes of the cache server's wire to frames, as they come. Pure: no I/O, no clock, no threads."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier.constants import WIRE_HEADER_BYTES_MAX, WIRE_PAYLOAD_BYTES_MAX
+from kvtier.wire import (
+    PREFIX,
+    PREFIX_BYTES,
+    WIRE_MAGIC,
+    WIRE_VERSION,
+    WITH_PAYLOAD,
+    Kind,
+    Message,
+    decode,
+    version_of,
+)
+from kvtier.wire_fields import WireError, WireVersionError
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A message that has arrived, and how many bytes of payload follow it."""
+
+    message: Message
+    payload_bytes: int
+
+
+class Parser:
+    """Turns one side's bytes into frames, within a buffer of fixed size.
+
+    The owner fills what ``buffer`` gives and says so with ``received``, then takes frames with
+    ``next`` until there is none. Behind a frame with a payload it says with ``place`` where that
+    belongs, before it goes on; most of it is then received there without a copy.
+    """
+
+    def __init__(self, accepts: Collection[Kind]) -> None:
+        """Take frames of these kinds; any other is an error."""
+        self._accepts = accepts
+        self._buffer = memoryview(bytearray(PREFIX_BYTES + WIRE_HEADER_BYTES_MAX))
+        self._start = self._end = 0
+        self._target: memoryview | None = None
+        self._filled = 0
+        self._left = 0
+        self._placed = True
+
+    @property
+    def busy(self) -> bool:
+        """True in the middle of a frame or its payload."""
+        return self._left > 0 or self._end > self._start
+
+    def buffer(self) -> memoryview:
+        """Return where the next bytes are to be received: at least one of them."""
+        if self._left and self._placed:
+            if self._target is not None:
+                return self._target[self._filled :]
+            return self._buffer[: self._left]  # Nobody wants them.
+        if self._end == len(self._buffer):
+            self._move_down()
+        free = self._buffer[self._end :]
+        assert len(free), "frames are not taken"
+        return free
+
+    def received(self, nbytes: int) -> None:
+        """Take note that so many bytes lie in what ``buffer`` gave last."""
+        if self._left and self._placed:
+            self._filled += nbytes
+            self._left -= nbytes
+        else:
+            self._end += nbytes
+
+    def next(self) -> Frame | None:
+        """Return the next frame; None: more bytes are needed. Raises ``WireError``, for good.
+
+        None too while a payload has not arrived: see ``payload_left``.
+        """
+        if self._left:
+            return None
+        self._target = None
+        have = self._end - self._start
+        if have < PREFIX_BYTES:
+            self._check_beginning(have)
+            return None
+        prefix = PREFIX.unpack_from(self._buffer, self._start)
+        kind, header_bytes, payload_bytes = _checked_prefix(prefix, self._accepts)
+        if have < PREFIX_BYTES + header_bytes:
+            return None
+        start = self._start + PREFIX_BYTES
+        message = decode(kind, self._buffer[start : start + header_bytes])
+        self._start = start + header_bytes
+        self._left = payload_bytes
+        self._placed = not payload_bytes
+        if self._start == self._end:
+            self._start = self._end = 0
+        return Frame(message, payload_bytes)
+
+    @property
+    def payload_left(self) -> int:
+        """Bytes of the present frame's payload that have not arrived."""
+        return self._left
+
+    def place(self, target: memoryview | None) -> None:
+        """Say where the payload of the frame belongs: ``target``, exactly as long; None: nowhere.
+
+        ``target`` is written to until ``payload_left`` is 0 or ``discard`` is called.
+        """
+        assert not self._placed, "no payload to place"
+        assert target is None or len(target) == self._left, "a target of another size"
+        self._target = target
+        self._placed = True
+        here = min(self._end - self._start, self._left)
+        if target is not None:
+            target[:here] = self._buffer[self._start : self._start + here]
+        self._start += here
+        self._filled = here
+        self._left -= here
+        if self._start == self._end:
+            self._start = self._end = 0
+
+    def discard(self) -> None:
+        """Write no more to the target: the rest of the payload goes nowhere."""
+        self._target = None
+
+    def _move_down(self) -> None:
+        held = self._end - self._start
+        self._buffer[:held] = bytes(self._buffer[self._start : self._end])
+        self._start, self._end = 0, held
+
+    def _check_beginning(self, have: int) -> None:
+        """Tell what is no frame by its first bytes, so that nobody waits for more of it."""
+        beginning = bytes(self._buffer[self._start : self._start + min(have, len(WIRE_MAGIC))])
+        if not WIRE_MAGIC.startswith(beginning):
+            raise WireError(f"not KVTier's wire: it begins with {beginning!r}")
+
+
+def _checked_prefix(prefix: tuple[Any, ...], accepts: Collection[Kind]) -> tuple[Kind, int, int]:
+    magic, version, number, reserved, header_bytes, payload_bytes = prefix
+    if magic != WIRE_MAGIC:
+        raise WireError(f"not KVTier's wire: it begins with {magic!r}")
+    if version > WIRE_VERSION:
+        raise WireVersionError(f"version {version} of the wire; spoken here is {WIRE_VERSION}")
+    if number not in accepts:
+        raise WireError(f"a frame of kind {number}, which may not come from this side")
+    kind = Kind(number)
+    if version != version_of(kind) or reserved:
+        raise WireError(f"a {kind.name} frame of version {version} with {reserved} reserved")
+    if header_bytes > WIRE_HEADER_BYTES_MAX:
+        raise WireError(f"a header of {header_bytes} bytes; allowed are {WIRE_HEADER_BYTES_MAX}")
+    most = WIRE_PAYLOAD_BYTES_MAX if kind in WITH_PAYLOAD else 0
+    if payload_bytes > most:
+        raise WireError(f"a {kind.name} payload of {payload_bytes} bytes; allowed are {most}")
+    return kind, header_bytes, payload_bytes
