@@ -218,6 +218,10 @@ DAEMON_IDLE_S_MAX: Final = 600.0
 DAEMON_REQUEST_S_MAX: Final = 10.0
 DAEMON_DRAIN_S: Final = 10.0
 DAEMON_TOKENS_MAX: Final = 1024
+
+# What the dashboard begins with: a quarter of an hour.
+HISTORY_STEP_S: Final = 10.0
+HISTORY_SAMPLES_MAX: Final = 91
 DAEMON_CONFIG_BYTES_MAX: Final = 256 * KIB
 # Its control plane: what one request may hold, how many run, what is done at once under the lock.
 CONTROL_BODY_BYTES_MAX: Final = 4 * MIB

@@ -10,7 +10,7 @@ from kvtier.cache.worth.costs import Costs
 from kvtier.config import CacheConfig
 from kvtier.obs.counters import Counters
 from kvtier.obs.events import EventLog
-from kvtier.obs.stats import CacheStats, TierStats
+from kvtier.obs.stats import CacheStats, RemoteStats, TierStats
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.dram import DramTier
 from kvtier.types import Tier
@@ -49,6 +49,7 @@ def cache_stats(
         lost_compute_s=costs.lost_s,
         costs=costs.stats(),
         events_dropped=events.dropped_count if events is not None else 0,
+        remotes=_remote_stats(config, room) if room is not None else (),
     )
 
 
@@ -82,4 +83,13 @@ def _disk_stats(config: CacheConfig, counters: Counters, disk: DiskTier) -> Tier
         counters=counters[Tier.DISK].copy(),
         index_bytes=sum(volume.files.index_bytes for volume in disk.volumes),
         codec=own or config.codec,
+    )
+
+
+def _remote_stats(config: CacheConfig, room: RemoteRoom) -> tuple[RemoteStats, ...]:
+    schemes = [each.url.partition("://")[0] for each in config.remotes]
+    tiers = [remote.tier for remote in room.remotes.all]
+    return tuple(
+        RemoteStats(tier.number, scheme, *tier.state)
+        for scheme, tier in zip(schemes, tiers, strict=True)
     )

@@ -135,6 +135,19 @@ class TierStats:
 
 
 @dataclass(frozen=True, slots=True)
+class RemoteStats:
+    """One remote at one instant. Of its URL the scheme alone: the rest may hold a password.
+
+    ``state`` is ``ok`` or says what is wrong in one word.
+    """
+
+    number: int
+    scheme: str
+    state: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class LinkStats:
     """What a tier's link is measured to do: seconds until it answers, then bytes a second."""
 
@@ -178,6 +191,7 @@ class CacheStats:
     lost_compute_s: float = 0.0
     costs: CostStats = field(default_factory=CostStats)
     events_dropped: int = 0
+    remotes: tuple[RemoteStats, ...] = ()
 
     @property
     def degraded(self) -> bool:

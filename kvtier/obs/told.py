@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, Final
 
-from kvtier.obs.stats import CacheStats, Histogram, TenantCounters, TierStats
+from kvtier.obs.stats import LATENCY_BOUNDS_S, CacheStats, Histogram, TenantCounters, TierStats
 
 _QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
@@ -45,7 +46,7 @@ def told_tier(tier: TierStats) -> dict[str, Any]:
 
 
 def told_cache(cache: CacheStats) -> dict[str, Any]:
-    """What is under way over all tiers, and what it has spared."""
+    """What is under way over all tiers, what it has spared, and how each remote is."""
     return {
         "loads_inflight": cache.loads_inflight,
         "stores_inflight": cache.stores_inflight,
@@ -54,6 +55,8 @@ def told_cache(cache: CacheStats) -> dict[str, Any]:
         "saved_compute_s": cache.saved_compute_s,
         "lost_compute_s": cache.lost_compute_s,
         "events_dropped": cache.events_dropped,
+        "remotes": list(map(asdict, cache.remotes)),
+        "latency_bounds_s": list(LATENCY_BOUNDS_S),
     }
 
 
@@ -72,4 +75,10 @@ def told_by_word(counts: Mapping[Any, int]) -> dict[str, int]:
 
 def _told_times(histogram: Histogram) -> dict[str, Any]:
     quantiles = {name: histogram.quantile(share) for name, share in _QUANTILES.items()}
-    return {"count": histogram.count, "total": histogram.total_s, **quantiles}
+    return {
+        "count": histogram.count,
+        "total": histogram.total_s,
+        **quantiles,
+        # By ``latency_bounds_s``, with what is slower at the end.
+        "counts": list(histogram.counts),
+    }

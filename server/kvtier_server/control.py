@@ -10,13 +10,18 @@ from fastapi import Depends, FastAPI, Header, HTTPException
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client.exposition import generate_latest
 
+from kvtier.obs.dashboard.history import History
 from kvtier.obs.prometheus import registry_of
 from kvtier_server.credentials import Tokens
+from kvtier_server.dashboard import add_dashboard
 from kvtier_server.figures import SERIES, Snapshot, health_of, stats_of
 
 
 def create_app(
-    snapshot: Callable[[], Snapshot], config: dict[str, Any], tokens: Tokens | None
+    snapshot: Callable[[], Snapshot],
+    config: dict[str, Any],
+    tokens: Tokens | None,
+    history: History,
 ) -> FastAPI:
     """Return the application. ``snapshot`` does not block; ``config`` holds no secret.
 
@@ -40,6 +45,7 @@ def create_app(
             raise HTTPException(401, "a token of --token-file is needed", challenge)
 
     known = [Depends(allowed)]
+    add_dashboard(app, history, known)
 
     @app.get("/health")
     async def health() -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import ssl
@@ -19,9 +20,14 @@ from fastapi import FastAPI
 from kvtier.cache.cache import Cache
 from kvtier.clock import SystemClock
 from kvtier.config import format_size
+from kvtier.constants import CONTROL_REQUESTS_MAX
+from kvtier.errors import KVTierError
+from kvtier.obs.dashboard.history import History
 from kvtier_server.control import create_app
+from kvtier_server.dashboard import recorded
 from kvtier_server.data_plane import DataPlane
-from kvtier_server.figures import Snapshot
+from kvtier_server.figures import Snapshot, stats_of
+from kvtier_server.live import Live
 from kvtier_server.settings import Address, DaemonConfig
 from kvtier_server.sockets import bound
 
@@ -30,13 +36,15 @@ Say = Callable[[str], None]
 _HTTP_STOP_S: Final = 2
 
 
-def run_daemon(config: DaemonConfig, say: Say) -> None:
+def run_daemon(config: DaemonConfig, read: Callable[[], DaemonConfig], say: Say) -> None:
     """Serve until SIGINT or SIGTERM, then drain and close. Main thread only.
 
-    ``say`` takes lines for the operator. Raises ``KVTierError`` for what cannot be served.
+    At SIGHUP ``read`` reads the settings anew. ``say`` takes lines for the operator. Raises
+    ``KVTierError`` for what cannot be served.
     """
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     tls = None if config.tls is None else config.tls.context()
-    mode = 0o666 if config.door.uids else 0o600  # The door decides, where others may come.
+    mode = config.socket_mode
     with ExitStack() as undo:
         listeners = [
             undo.enter_context(bound("--listen", address, mode=mode)) for address in config.listen
@@ -44,11 +52,12 @@ def run_daemon(config: DaemonConfig, say: Say) -> None:
         http = None if config.http is None else undo.enter_context(bound("--http", config.http))
         cache = Cache(config.cache)
         undo.callback(cache.close)
-        uvloop.run(_serve(config, cache, listeners, http, tls, say))
+        uvloop.run(_serve(config, read, cache, listeners, http, tls, say))
 
 
 async def _serve(
     config: DaemonConfig,
+    read: Callable[[], DaemonConfig],
     cache: Cache,
     listeners: Sequence[socket.socket],
     http: socket.socket | None,
@@ -76,20 +85,40 @@ async def _serve(
             draining=plane.draining,
         )
 
+    live = Live(config, read, cache, plane, tls)
     stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+        loop.add_signal_handler(number, stopping.set)
+    reloads: set[asyncio.Task[None]] = set()
+    loop.add_signal_handler(signal.SIGHUP, _begin_reload, live, reloads, say)
     try:
         urls = [await plane.listen(listener, tls) for listener in listeners]
         plane.start()
-        app = create_app(snapshot, config.shown(), config.door.tokens)
-        async with _control(app, http) as url:
+        history = History()
+        app = create_app(snapshot, config.shown(), config.door.tokens, history)
+        async with _control(app, http) as url, recorded(history, lambda: stats_of(snapshot())):
             say(banner(config, urls, url))
             await stopping.wait()
             say(f"kvtier daemon: stopping; what runs has {config.drain_s:g} s to end")
             await plane.drain(config.drain_s)
     finally:
         await plane.drain(0)
+
+
+def _begin_reload(live: Live, reloads: set[asyncio.Task[None]], say: Say) -> None:
+    task = asyncio.get_running_loop().create_task(_reload(live, say))
+    reloads.add(task)
+    task.add_done_callback(reloads.discard)
+
+
+async def _reload(live: Live, say: Say) -> None:
+    try:
+        changed = await live.reload()
+    except KVTierError as error:
+        say(f"kvtier daemon: the settings stay as they are: {error}")
+        return
+    say(f"kvtier daemon: the settings are read anew; others are: {', '.join(changed) or 'none'}")
 
 
 class _Control(uvicorn.Server):
@@ -106,6 +135,7 @@ class _Control(uvicorn.Server):
                 log_config=None,
                 server_header=False,
                 timeout_graceful_shutdown=_HTTP_STOP_S,
+                limit_concurrency=CONTROL_REQUESTS_MAX,
             )
         )
         self.listens = asyncio.Event()
