@@ -1,6 +1,7 @@
 """Time to first token through the cache against the better of loading and recomputing.
 
     python bench/e2e/never_slower.py [--smoke] [--threads 1] [--longest 4096] [--directory DIR]
+        [--only BYTES_PER_S,...]
 
 The disk's file system is throttled to one rate after the other, slow and fast in turns. At each,
 the first request after the change is timed, then eight small ones pass, then every prefix length
@@ -60,7 +61,7 @@ class Sizes:
 
 
 # Slow and fast in turns: every change is abrupt, in both directions.
-FULL = Sizes((1e6, 256e6, 8e6, math.inf, 24e6), {256: 3, 1024: 3, 4096: 1})
+FULL = Sizes((1e6, 256e6, 8e6, math.inf, 24e6), {256: 3, 1024: 3, 2048: 3, 4096: 3})
 SMOKE = Sizes((1e6, math.inf), {256: 1}, new_tokens=2)
 
 
@@ -71,8 +72,8 @@ class Prompts:
         vocabulary = model.config.vocab_size
         self._cycles = {}
         for length in lengths:
-            # Every third one only is computed without a trace.
-            count = max(2, 2 * DRAM_CHUNKS * CHUNK_TOKENS // length + 2)
+            # One for each way, so that nobody meets in DRAM what another one has just loaded.
+            count = max(len(WAYS), 2 * DRAM_CHUNKS * CHUNK_TOKENS // length + 2)
             made = [
                 [
                     (31 * i * i + 7 * i + 1009 * k + length) % (vocabulary - 10)
@@ -204,13 +205,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--smoke", action="store_true", help="two rates, one length, no row")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--longest", type=int, default=4096, help="leaves out longer prefixes")
+    parser.add_argument("--only", default=None, help="these rates, no row; inf: as it is")
     parser.add_argument("--directory", default=None, help="where the disk tier lies (a temporary)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     model = load_model(DEFAULT_MODEL)
     sizes = SMOKE if options.smoke else FULL
     rounds = {length: count for length, count in sizes.rounds.items() if length <= options.longest}
-    sizes = replace(sizes, rounds=rounds)
+    rates = tuple(map(float, options.only.split(","))) if options.only else sizes.rates
+    sizes = replace(sizes, rounds=rounds, rates=rates)
     files = ThrottledFiles()
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
         chunk_bytes = 2 * 4 * CHUNK_TOKENS * model.config.layer_count * model.config.kv_heads
@@ -229,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             files.rate = math.inf
             rig.close()
             cache.close()
-    if not options.smoke:
+    if not options.smoke and not options.only:
         row = {"model": DEFAULT_MODEL, "threads": options.threads, "rates": rows}
         write_row("never_slower", row, packages=("torch",))
 

@@ -126,6 +126,12 @@ def test_computing_the_front_takes_as_long_as_loading_the_back(
     assert split_at(whole(load_s), CHUNK, per_token) == cut
 
 
+@pytest.mark.parametrize(("move_s", "cut"), [(0.0, 512), (0.2, 512), (0.7, 256), (0.8, None)])
+def test_what_the_device_unpacks_takes_its_time(move_s: float, cut: int | None) -> None:
+    judged = judge([run_of(0, 1024)], [Price(1.024, move_s)], per_token)
+    assert split_at(judged, CHUNK, per_token) == cut
+
+
 def test_only_one_run_below_dram_that_is_worth_it_is_split() -> None:
     assert split_at(whole(1.0, Tier.DRAM), CHUNK, per_token) is None
     assert split_at(whole(None), CHUNK, per_token) is None

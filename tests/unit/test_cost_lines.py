@@ -90,6 +90,34 @@ def test_short_prompts_say_how_fast_it_is_now_and_not_how_it_grows() -> None:
     assert line.intercept == pytest.approx(0.002, rel=0.01)
 
 
+def test_a_few_long_prompts_among_many_short_ones_say_how_it_grows() -> None:
+    prefill = PrefillPoints()
+    for _ in range(14):
+        prefill.observe(0, 256, 256 * 0.002 * (1 + 5e-4 * 128))
+    for _ in range(5):
+        for start in (0, 512):
+            prefill.observe(start, 512, 512 * 0.002 * (1 + 5e-4 * (start + 256)))
+    assert prefill.growth == pytest.approx(5e-4, rel=0.01)
+    assert prefill.seconds(0, 256) == pytest.approx(256 * 0.002 * (1 + 5e-4 * 128), rel=0.01)
+
+
+@pytest.mark.parametrize("factor", [0.4, 2.5])
+def test_a_device_that_changes_its_speed_says_nothing_of_the_growth(factor: float) -> None:
+    prefill = PrefillPoints()
+    for prompt in range(12):
+        speed = factor if prompt % 2 else 1.0
+        for start in range(0, 2048, 512):
+            prefill.observe(start, 512, speed * (1 + 5e-4 * (start + 256)))
+    assert prefill.growth == pytest.approx(5e-4, rel=0.01)
+
+
+def test_prompts_of_one_step_each_say_it_too() -> None:
+    prefill = PrefillPoints()
+    for tokens in (512, 2048, 1024, 4096, 512, 8192):
+        prefill.observe(0, tokens, tokens * 0.002 * (1 + 5e-4 * tokens / 2))
+    assert prefill.growth == pytest.approx(5e-4, rel=0.01)
+
+
 def test_a_guess_gives_way_to_what_is_known() -> None:
     prefill = PrefillPoints()
     prefill.guess(64, 6.4)

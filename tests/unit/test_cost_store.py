@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.cache.worth.cost_store import FILE, Kept, KeptPrefill, load, name_of, save
-from kvtier.constants import COST_FILE_BYTES_MAX, COST_NAMES_MAX, COST_SHAPE_POINTS_MAX
+from kvtier.constants import COST_FILE_BYTES_MAX, COST_NAMES_MAX, COST_KEPT_POINTS_MAX
 
 KEPT = Kept(
     links={"disk": [(1e6, 0.5), (2e6, 1.0)]},
@@ -62,7 +62,7 @@ def test_a_file_that_is_too_long_is_not_read(tmp_path: Path) -> None:
 
 
 def test_too_many_points_are_refused(tmp_path: Path) -> None:
-    save(tmp_path / FILE, Kept(links={"disk": [(1.0, 1.0)] * (COST_SHAPE_POINTS_MAX + 1)}))
+    save(tmp_path / FILE, Kept(links={"disk": [(1.0, 1.0)] * (COST_KEPT_POINTS_MAX + 1)}))
     assert load(tmp_path / FILE) == Kept()
 
 

@@ -73,12 +73,13 @@ class Segment:
 class Price:
     """What is known of a segment before it is decided on.
 
-    ``load_s`` is None while nothing is known of its link. ``silent``: the link owes an answer for
-    too long; ``idle``: nothing is under way there. ``left_before``: at the last decision, this
-    tier's tokens were computed.
+    ``load_s`` is None while nothing is known of its link; ``move_s`` of it is from DRAM into the
+    engine's blocks. ``silent``: the link owes an answer for too long; ``idle``: nothing is under
+    way there. ``left_before``: at the last decision, this tier's tokens were computed.
     """
 
     load_s: float | None
+    move_s: float = 0.0
     silent: bool = False
     idle: bool = True
     left_before: bool = False
@@ -92,6 +93,7 @@ class Judged:
     reason: Reason
     load_s: float | None
     recompute_s: float | None
+    move_s: float = 0.0
 
     @property
     def loaded(self) -> bool:
@@ -146,7 +148,7 @@ def judge(runs: Iterable[Segment], prices: Iterable[Price], recompute: Recompute
         tried = tried or reason is Reason.RETRY
         if run.tier is not Tier.DRAM:
             slow.add(run.tier)
-        judged.append(Judged(run, reason, price.load_s, costs[index]))
+        judged.append(Judged(run, reason, price.load_s, costs[index], price.move_s))
     return judged
 
 
@@ -182,12 +184,13 @@ def split_at(judged: Sequence[Judged], chunk_tokens: int, recompute: Recompute) 
     """Return where a load is to begin so that computing what comes before takes as long.
 
     None where that gains little: both together take the time of the longer one, which is half of
-    the load's at best. Only for one run that lies below DRAM and is worth loading anyway.
+    the load's at best. What is moved into blocks is unpacked by the device that computes, so that
+    part of a load comes on top. Only for one run below DRAM that is worth loading anyway.
     """
     loaded = [each for each in judged if each.loaded]
     if len(loaded) != 1 or loaded[0].reason is not Reason.FASTER:
         return None
-    run, load_s = loaded[0].segment, loaded[0].load_s
+    run, load_s, move_s = loaded[0].segment, loaded[0].load_s, loaded[0].move_s
     if run.tier is Tier.DRAM or not load_s:
         return None
     best, least_s = None, load_s * (1 - SPLIT_GAIN_MIN)
@@ -196,7 +199,8 @@ def split_at(judged: Sequence[Judged], chunk_tokens: int, recompute: Recompute) 
         front_s = recompute(run.start_token, cut)
         if front_s is None:
             return None
-        both_s = max(front_s, load_s * (run.end_token - cut) / run.tokens)
+        share = (run.end_token - cut) / run.tokens
+        both_s = max(front_s, (load_s - move_s) * share) + move_s * share
         if both_s >= least_s and best is not None:
             break
         if both_s < least_s:

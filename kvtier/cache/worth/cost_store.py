@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from kvtier.constants import COST_FILE_BYTES_MAX, COST_NAMES_MAX, COST_SHAPE_POINTS_MAX
+from kvtier.constants import COST_FILE_BYTES_MAX, COST_KEPT_POINTS_MAX, COST_NAMES_MAX
 
 _log = logging.getLogger("kvtier.cost")
 
@@ -117,7 +117,7 @@ def _parsed(data: bytes) -> Kept:
 
 
 def _points(values: Any) -> PointList:
-    if len(values) > COST_SHAPE_POINTS_MAX:
+    if len(values) > COST_KEPT_POINTS_MAX:
         raise ValueError("too many points")
     points = [(_number(x), _number(y)) for x, y in values]
     if not all(min(point) > _LEAST for point in points):

@@ -15,7 +15,7 @@ from kvtier.cache.worth.cost_store import Kept, KeptPrefill, name_of
 from kvtier.cache.worth.lines import Points, PrefillPoints
 from kvtier.cache.worth.link import Link
 from kvtier.cache.worth.patience import Patience, head_start_s
-from kvtier.constants import READ_FIRST_BYTES
+from kvtier.constants import LOAD_CHUNKS_INFLIGHT_MAX, READ_FIRST_BYTES
 from kvtier.interfaces import Clock
 from kvtier.obs.stats import CostStats, LinkStats
 from kvtier.types import KVLayout, LoadOutcome, Moved, Tier
@@ -28,6 +28,7 @@ class Terms:
     start_token: int
     head_start_s: float | None
     free_s: float = 0.0
+    due_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -192,6 +193,7 @@ class Costs:
             self._worth,
             terms.head_start_s,
             terms.free_s,
+            terms.due_s,
         )
 
     @property
@@ -259,11 +261,12 @@ class Costs:
         move_s = moves.line.at(run.nbytes) if moves is not None and moves.line else 0.0
         left = (run.tier, run.codec) in self._left
         if run.tier is Tier.DRAM:
-            return Price(move_s if moves is not None else None, left_before=left)
+            return Price(move_s if moves is not None else None, move_s, left_before=left)
         link = self.link(run.tier)
         link_s = link.seconds(run.nbytes)
         return Price(
             None if link_s is None else link_s + move_s,
+            move_s,
             silent=link.silent(self._clock.now(), patience_s),
             idle=link.idle,
             left_before=left,
@@ -275,10 +278,12 @@ class Costs:
         if not slow:
             return None
         start, end = slow[0].segment.start_token, slow[-1].segment.end_token
-        head_start = None
+        head_start, sections = None, sum(each.segment.sections for each in slow)
         recompute_s = self._recompute(start, end)
         if slow[0].reason is Reason.RETRY and recompute_s is not None:
             line = self.link(slow[0].segment.tier).line
-            sections = sum(each.segment.sections for each in slow)
             head_start = head_start_s(recompute_s, sections, line.intercept if line else 0.0)
-        return Terms(start, head_start)
+        # As many chunks as are on their way together may show their first section together.
+        share = min(LOAD_CHUNKS_INFLIGHT_MAX / max(sections, 1), 1.0)
+        due_s = share * sum(each.load_s or 0.0 for each in slow)
+        return Terms(start, head_start, due_s=due_s)

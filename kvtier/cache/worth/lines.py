@@ -13,12 +13,16 @@ from collections.abc import Iterable
 from statistics import median
 from typing import NamedTuple
 
-from kvtier.constants import COST_POINTS_MAX, COST_SHAPE_POINTS_MAX
+from kvtier.constants import COST_PAIRS_MAX, COST_POINTS_MAX
 
 #: Points whose x lie nearer to each other than this share of the largest say nothing of a slope.
 _APART = 0.25
 #: Two in a row that are so many times above the line, or below, make what was before them void.
 FAR = 2.0
+#: Two steps tell how prefill grows if one attends to so many times what the other does.
+_GROWN = 2.0
+#: Pairs of steps that say more than what was taken over from elsewhere.
+_PAIRS_MIN = 4
 
 
 class Line(NamedTuple):
@@ -65,14 +69,13 @@ class Points:
 class PrefillPoints:
     """What computing a token costs, by how many tokens it attends to: ``level * (1 + growth * z)``.
 
-    The growth is a property of the model and learned from many steps, long and short. The level
-    is how fast the device is now: the median of the latest steps.
+    The growth is a property of the model. The level is how fast the device is now: the median of
+    the latest steps.
     """
 
     def __init__(self) -> None:
-        self._points: deque[tuple[float, float]] = deque(maxlen=COST_SHAPE_POINTS_MAX)
-        self._growth = 0.0
-        self._unlearned = 0
+        self._points: deque[tuple[float, float]] = deque(maxlen=COST_POINTS_MAX)
+        self._growth = _Growth()
         self._guessed = False
         self._line: Line | None = None
 
@@ -91,7 +94,7 @@ class PrefillPoints:
         """Go on from what ``kept`` and ``growth`` said elsewhere."""
         self._guessed = False
         self._points.extend(points)
-        self._growth = growth
+        self._growth.value = growth
         self._line = self._level()
 
     @property
@@ -102,19 +105,14 @@ class PrefillPoints:
     @property
     def growth(self) -> float:
         """How much dearer a token is, as a share, for each token that it attends to."""
-        return self._growth
+        return self._growth.value
 
     def observe(self, start_token: float, tokens: int, seconds: float) -> None:
         """Take in a step that computed so many tokens of one sequence behind ``start_token``."""
-        self._points.append((start_token + tokens / 2, seconds / tokens))
+        point = start_token + tokens / 2, seconds / tokens
+        self._growth.observe(start_token, start_token + tokens, point)
+        self._points.append(point)
         self._guessed = False
-        self._unlearned += 1
-        # Every step of an engine comes here; the growth takes as long as a thousand such lines.
-        if self._unlearned >= COST_POINTS_MAX // 2:
-            self._unlearned = 0
-            line = _siegel(self._points)
-            if line is not None and line.intercept > 0:
-                self._growth = line.slope / line.intercept
         self._line = self._level()
 
     def seconds(self, start_token: int, end_token: int) -> float | None:
@@ -129,11 +127,43 @@ class PrefillPoints:
         return list(self._points)
 
     def _level(self) -> Line | None:
-        latest = list(self._points)[-COST_POINTS_MAX:]
-        if not latest:
+        if not self._points:
             return None
-        level = median(cost / (1 + self._growth * z) for z, cost in latest)
-        return Line(level, level * self._growth)
+        level = median(cost / (1 + self.growth * z) for z, cost in self._points)
+        return Line(level, level * self.growth)
+
+
+class _Growth:
+    """How much dearer a token is for each one that it attends to: the median of what pairs say.
+
+    A pair are two steps of one prompt, or two neighbours. Between others the device may have
+    become slower or faster. Prompts of one step and one length say nothing, and the value stays.
+    """
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._said: deque[float] = deque(maxlen=COST_PAIRS_MAX)
+        self._prompt: list[tuple[float, float]] = []
+        self._end_token = 0.0
+
+    def observe(self, start_token: float, end_token: float, point: tuple[float, float]) -> None:
+        """Take in a step and what it says with those before it."""
+        goes_on = start_token == self._end_token
+        others = self._prompt[-COST_POINTS_MAX:] if goes_on else self._prompt[-1:]
+        said = [each for other in others if (each := _pair_growth(point, other)) is not None]
+        self._prompt = [*others, point] if goes_on else [point]
+        self._end_token = end_token
+        self._said.extend(said)
+        if said and len(self._said) >= _PAIRS_MIN:
+            self.value = max(median(self._said), 0.0)
+
+
+def _pair_growth(one: tuple[float, float], other: tuple[float, float]) -> float | None:
+    """Return the growth that two steps show; None where they lie too near to each other."""
+    (near, low), (far, high) = sorted((one, other))
+    # Costs of ``1 + g * near`` and ``1 + g * far``, at one level.
+    rest = low * far - high * near
+    return (high - low) / rest if far >= _GROWN * near and rest > 0 else None
 
 
 def _fit(points: Iterable[tuple[float, float]]) -> Line | None:

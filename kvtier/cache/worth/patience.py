@@ -5,8 +5,10 @@ computing its tokens costs. The rule, and what it bounds, in units of the better
 recompute:
 
 - A load that was begun because it is faster, or because nothing is known of its link, is waited
-  for until ``R``; up to ``1.1 R`` when it is nearly complete. Then it has cost at most that, and
-  computing everything comes on top: 2.1.
+  for until ``0.95 R`` while nothing of it has come, and until ``1.08 R`` when it is nearly
+  complete or what is known of its link lets nothing come sooner. Then it has cost at most that,
+  and computing everything comes on top: 2.08. What is left to 2.1 is for what nobody counts:
+  looking up, noticing, and an ``R`` that was too large.
 - One that will be complete so late that computing what is left ends sooner is given up at once.
 - A load from a link that was too slow so far has a head start only, long enough for the first
   section of a load that is worth it: ``R`` times the share of that section. It costs at most
@@ -22,7 +24,10 @@ from typing import NamedTuple
 from kvtier.cache.worth.lines import PrefillPoints
 
 #: Waiting longer than recomputing would take, as a share of it, where the load is nearly there.
-OVERTIME = 0.1
+OVERTIME = 0.08
+#: Waiting while nothing has come, as a share of recomputing: what is saved of the worst case here
+#: is lost on a load that would have come right then, so it is little.
+IN_VAIN = 0.95
 #: The head start of a load that should be too slow, as a share of recomputing.
 HEAD_START_MAX = 0.08
 HEAD_START_MIN = 0.02
@@ -58,6 +63,7 @@ class Patience:
     The load is of tokens ``start_token .. end_token`` and began at ``begun_s``. ``worth`` is what
     a second of the GPU is worth in seconds of waiting. With ``head_start_s`` the load is expected
     to be too slow. For ``free_s`` waiting costs nothing: what comes before is computed meanwhile.
+    By ``due_s``, something of it should have come.
     """
 
     begun_s: float
@@ -67,6 +73,7 @@ class Patience:
     worth: float = 1.0
     head_start_s: float | None = None
     free_s: float = 0.0
+    due_s: float = 0.0
     _share: float = field(default=0.0, init=False)
     _first: tuple[float, float] | None = field(default=None, init=False)
     _projected_s: float | None = field(default=None, init=False)
@@ -94,8 +101,7 @@ class Patience:
         if waited < self.free_s:
             return False
         if self._projected_s is None:
-            limit = total if self.head_start_s is None else self.head_start_s
-            return waited >= limit + self.free_s
+            return waited >= self._first_s(total) + self.free_s
         if waited >= self._projected_s:
             # What should have been complete by now goes on at its average pace.
             self._projected_s = waited / min(share + coming, 1.0)
@@ -116,6 +122,12 @@ class Patience:
             began, first = self._first
             self._projected_s = began + (waited - began) * (1 - first) / (optimistic_share - first)
         self._share = share
+
+    def _first_s(self, total_s: float) -> float:
+        """Return how long to wait for the first that comes."""
+        if self.head_start_s is not None:
+            return self.head_start_s
+        return max(IN_VAIN * total_s, min(self.due_s * (1 + OVERTIME), total_s * (1 + OVERTIME)))
 
     def _recompute_s(self, start_token: int) -> float | None:
         seconds = self.prefill.seconds(start_token, max(self.end_token, start_token))
