@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.cache.worth.cost_store import FILE, Kept, KeptPrefill, load, name_of, save
-from kvtier.constants import COST_FILE_BYTES_MAX, COST_NAMES_MAX, COST_KEPT_POINTS_MAX
+from kvtier.constants import COST_FILE_BYTES_MAX, COST_KEPT_POINTS_MAX, COST_NAMES_MAX
 
 KEPT = Kept(
     links={"disk": [(1e6, 0.5), (2e6, 1.0)]},
