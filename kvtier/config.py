@@ -130,7 +130,8 @@ class RemoteConfig:
     write there too, and the store bounds itself. What it said to hold is believed for ``ttl_s``,
     what it said to lack for ``absent_s``; ``ttl_s`` is at most the store's own expiry, if it has
     one. At most ``connections`` calls are out at a time; one that takes longer than ``deadline_s``
-    is a fault. The rest is as for the disk.
+    is a fault. A ``byte_codec`` encodes what is written, whatever packed it. The rest is as for the
+    disk.
     """
 
     url: str = field(repr=False)  # It may hold a password.
@@ -143,6 +144,7 @@ class RemoteConfig:
     write_bytes_per_day: int = 0
     connections: int = REMOTE_CONNECTIONS_DEFAULT
     deadline_s: float = REMOTE_DEADLINE_S_DEFAULT
+    byte_codec: str | None = None
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` for a field that cannot be. No message holds the URL."""
@@ -151,6 +153,8 @@ class RemoteConfig:
         _whole("remotes.write_bytes_per_day", self.write_bytes_per_day)
         _require(bool(self.policy), "remotes.policy", self.policy, "a policy's name")
         _require(bool(self.admission), "remotes.admission", self.admission, "an admission's name")
+        encodes = self.byte_codec != ""
+        _require(encodes, "remotes.byte_codec", self.byte_codec, "a byte codec's name")
         count = self.connections
         allowed = 1 <= count <= REMOTE_CONNECTIONS_MAX
         _require(allowed, "remotes.connections", count, f"1 .. {REMOTE_CONNECTIONS_MAX}")

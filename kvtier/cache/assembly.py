@@ -230,6 +230,8 @@ def _make_tenancy(given: Given, medium: Medium) -> Tenancy:
     )
     if disk is not None:
         disk.writeout.quotas = tenancy.quotas
+    if room is not None:
+        room.serve(tenancy.quotas, lambda root: bool(medium.roots.tenant_of(root)))
     return tenancy
 
 

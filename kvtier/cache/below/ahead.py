@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvtier.cache.below.encoder import ChunkEncoder, EncodedChunk, describe
+from kvtier.cache.below.encoder import ChunkEncoder, EncodedChunk, Shrinkage, describe
 from kvtier.cache.executor import Executor, Fault
 from kvtier.cache.shapes import Shapes
 from kvtier.constants import WRITES_INFLIGHT_MAX
@@ -59,7 +59,7 @@ class Ahead:
         self._shapes = shapes
         self._encoder = encoder
         self._outgoing: dict[ChunkKey, Outgoing] = {}
-        self._sealed_bytes = self._stored_bytes = 0  # Of what was encoded so far.
+        self._shrinkage = Shrinkage()
 
     def __len__(self) -> int:
         return len(self._outgoing)
@@ -87,7 +87,7 @@ class Ahead:
 
     def expected_bytes(self, nbytes: int) -> int:
         """Return about how many bytes a chunk of so many takes below DRAM."""
-        return nbytes * self._stored_bytes // self._sealed_bytes if self._sealed_bytes else nbytes
+        return self._shrinkage.expected_bytes(nbytes)
 
     def pin(self, dirty: Dirty) -> Outgoing:
         """Pin what is written of a dirty chunk."""
@@ -110,8 +110,8 @@ class Ahead:
             with self._lock:
                 if isinstance(outcome, EncodedChunk):
                     outgoing.encoded = outcome
-                    self._sealed_bytes += sum(map(len, slots.values()))
-                    self._stored_bytes += sum(outcome.sizes.values())
+                    sealed_bytes = sum(map(len, slots.values()))
+                    self._shrinkage.note(sealed_bytes, sum(outcome.sizes.values()))
                     done(None)
                 else:
                     del self._outgoing[dirty.entry.key]

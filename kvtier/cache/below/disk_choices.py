@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvtier.admission.budget import Budgeted, WriteBudget
-from kvtier.cache.below.encoder import ChunkEncoder, chunk_encoder
+from kvtier.cache.below.encoder import ChunkEncoder, named_encoder
 from kvtier.config import DiskConfig
 from kvtier.constants import IO_THREADS_DEFAULT
 from kvtier.interfaces import AdmissionPolicy
-from kvtier.registry import admissions, byte_codecs, policies
+from kvtier.registry import admissions, policies
 from kvtier.tiers.arena import Arena
 from kvtier.tiers.disk.bounce import BouncedFiles
 from kvtier.tiers.disk.files import FileSystem, LocalFiles
@@ -30,7 +30,7 @@ def disk_choices(config: DiskConfig) -> DiskChoices:
     admission: AdmissionPolicy = admissions.load(config.admission)(config.capacity_bytes)
     if config.write_bytes_per_day:
         admission = Budgeted(admission, WriteBudget(config.write_bytes_per_day))
-    encoder = chunk_encoder(byte_codecs.load(config.byte_codec)()) if config.byte_codec else None
+    encoder = named_encoder(config.byte_codec)
     return DiskChoices(policies.load(config.policy), admission, encoder)
 
 

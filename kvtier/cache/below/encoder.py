@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvtier.cache.planner import ChunkShape
 from kvtier.interfaces import ByteCodec
+from kvtier.registry import byte_codecs
 from kvtier.shard_format import ShardDescription, seal
 from kvtier.stored_shard import (
     Encoding,
@@ -78,6 +79,30 @@ class ChunkEncoder:
         """Use the buffers of a chunk again."""
         for buffer in chunk.buffers:
             self._scratch.give(buffer)
+
+
+class Shrinkage:
+    """How much smaller chunks have become so far, all together. Under its owner's lock."""
+
+    def __init__(self) -> None:
+        self._sealed_bytes = self._stored_bytes = 0
+
+    def note(self, sealed_bytes: int, stored_bytes: int) -> None:
+        """Take in what became of a chunk."""
+        self._sealed_bytes += sealed_bytes
+        self._stored_bytes += stored_bytes
+
+    def expected_bytes(self, nbytes: int) -> int:
+        """Return about how many bytes a chunk of so many takes below DRAM."""
+        return nbytes * self._stored_bytes // self._sealed_bytes if self._sealed_bytes else nbytes
+
+
+def named_encoder(name: str | None) -> ChunkEncoder | None:
+    """Return the encoder of the byte codec of that name; None: nothing is encoded.
+
+    Raises ``RegistryError`` for a name that is not known, and as ``chunk_encoder``.
+    """
+    return chunk_encoder(byte_codecs.load(name)()) if name else None
 
 
 def chunk_encoder(codec: ByteCodec) -> ChunkEncoder:

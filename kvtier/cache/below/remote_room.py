@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
 from kvtier.admission.budget import Budgeted, WriteBudget
+from kvtier.cache.below.afar import InRemotes, delete_from
+from kvtier.cache.below.encoder import ChunkEncoder, named_encoder
 from kvtier.cache.below.remote_epochs import RemoteEpochs, await_remotes, tell_last, tell_remotes
 from kvtier.cache.below.remote_source import Remote
 from kvtier.cache.below.remotes import Remotes
@@ -20,11 +22,11 @@ from kvtier.cache.match import Ready
 from kvtier.cache.shapes import Shapes
 from kvtier.cache.state_log import StateLog
 from kvtier.cache.tenancy.epochs import Epochs
+from kvtier.cache.tenancy.quota import Quotas
 from kvtier.config import RemoteConfig
 from kvtier.constants import REMOTE_CAPACITY_BYTES
 from kvtier.errors import ConfigError, TierUnavailableError
 from kvtier.interfaces import AdmissionPolicy, Clock, Connector
-from kvtier.keys import shard_key
 from kvtier.obs.counters import Counters
 from kvtier.obs.events import EventLog
 from kvtier.obs.stats import TierStats
@@ -33,10 +35,7 @@ from kvtier.tiers.dram import DramTier
 from kvtier.tiers.remote.channel import Channel
 from kvtier.tiers.remote.holdings import Holdings, PolicyFactory
 from kvtier.tiers.remote.tier import RemoteTier
-from kvtier.types import ChunkKey, Features, KVLayout, ShardId, Tier
-
-#: The shard of a chunk that has but one.
-_ONLY = ShardId(0, 0, 0)
+from kvtier.types import ChunkKey, Features, KVLayout, Tier
 
 
 class RemoteRoom:
@@ -71,16 +70,27 @@ class RemoteRoom:
                 )
         work = (dram, executor, lock, counters, clock, shapes)
         self._uploaders = [
-            Uploader(remote, *work, each.config.mode, each.admission)
+            Uploader(remote, *work, each.config.mode, each.admission, each.encoder)
             for remote, each in zip(remotes, opened, strict=True)
         ]
         self.remotes = Remotes(remotes, executor, lock, clock, shapes, codec)
+        #: What was put there for tenants.
+        self.afar = InRemotes(remotes, self.writes)
         self._lock = lock
         self._epochs = [
             RemoteEpochs(remote, directories + number, epochs, lock, clock, raised)
             for number, remote in enumerate(remotes)
         ]
         self._closed = False
+
+    def serve(self, quotas: Quotas, owned: Callable[[bytes], bool]) -> None:
+        """Ask ``quotas`` before each write; count what goes there under roots that are ``owned``.
+
+        Called once, before the first request.
+        """
+        for uploader in self._uploaders:
+            uploader.quotas = quotas
+            uploader.owned = owned
 
     def await_epochs(self) -> None:
         """Block until the epochs of all remotes are known, for a bounded time; without the lock."""
@@ -137,10 +147,7 @@ class RemoteRoom:
     def remove(self, key: ChunkKey) -> None:
         """Have a chunk deleted everywhere, as far as is known what there is of it."""
         for remote in self.remotes.all:
-            shards: Iterable[ShardId] = {*(remote.tier.shards(key) or ()), _ONLY}
-            remote.tier.lose(key)
-            objects = [shard_key(key, shard) for shard in shards]
-            remote.channel.submit(remote.channel.delete(objects))
+            delete_from(remote, key)
 
     def pump(self) -> None:
         """Start what may be out."""
@@ -208,6 +215,7 @@ class OpenedRemote(NamedTuple):
     config: RemoteConfig
     policy: PolicyFactory
     admission: AdmissionPolicy
+    encoder: ChunkEncoder | None
     tier: RemoteTier
     channel: Channel
 
@@ -245,9 +253,11 @@ def _opened(
     clock: Clock,
 ) -> OpenedRemote:
     policy, admission = policies.load(config.policy), _admission(config)
+    encoder = named_encoder(config.byte_codec)
     # Not the same for any two processes: they must not come back in step.
     draws = random.Random(os.urandom(8))  # noqa: S311
     tier = RemoteTier(number, clock, draws, ttl_s=config.ttl_s, absent_s=config.absent_s)
+    tier.shrinks = encoder is not None
 
     def slow() -> None:
         with lock:
@@ -268,7 +278,7 @@ def _opened(
             "remotes.capacity_bytes: this connector cannot list what it holds, so that only the "
             "store itself can bound it; allowed is 0"
         )
-    return OpenedRemote(config, policy, admission, tier, channel)
+    return OpenedRemote(config, policy, admission, encoder, tier, channel)
 
 
 def _admission(config: RemoteConfig) -> AdmissionPolicy:

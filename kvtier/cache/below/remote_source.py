@@ -6,46 +6,43 @@ import asyncio
 import errno
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvtier.cache.below.fill import Arriving, Hold, Origin, UnwantedError
 from kvtier.cache.executor import Executor, Fault
 from kvtier.codecs.opaque import opaque_codec
-from kvtier.constants import REMOTE_STEP_BYTES, REMOTE_STEPS_AHEAD
+from kvtier.constants import REMOTE_STEPS_AHEAD
 from kvtier.errors import (
     ConnectorDataError,
     DeadlineError,
     FormatError,
-    IdentityError,
     KVTierError,
+    MissingExtraError,
+    RegistryError,
     ShardError,
 )
 from kvtier.keys import shard_key
-from kvtier.shard_format import parse_header
-from kvtier.tiers.arrival import Arrival, Expected, Step, read_steps
+from kvtier.tiers.arrival import Step
+from kvtier.tiers.decoding import ByteCodecs
 from kvtier.tiers.remote.channel import Channel
+from kvtier.tiers.remote.incoming import Incoming, OtherCodecError, Part
 from kvtier.tiers.remote.tier import RemoteTier
+from kvtier.tiers.scratch import Scratch
 from kvtier.types import MissReason, ReadRequest, ShardId
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Remote:
-    """One remote: its books and the way to it."""
+    """One remote: its books, the way to it, and what decodes what comes from there."""
 
     tier: RemoteTier
     channel: Channel
+    codecs: ByteCodecs = field(default_factory=ByteCodecs)
+    scratch: Scratch = field(default_factory=Scratch)
 
 
 class _NotThereError(FileNotFoundError):
     """An object that the remote was said to hold is not there."""
-
-
-class _OtherCodecError(IdentityError):
-    """The chunk that was asked for, packed with another codec."""
-
-    def __init__(self, codec: str) -> None:
-        super().__init__(f"codec is {codec!r}")
-        self.codec = codec
 
 
 class NoHold:
@@ -59,15 +56,18 @@ class RemoteSource:
     """A ``Source`` over the objects of one chunk."""
 
     def __init__(self, remote: Remote, origin: Origin, executor: Executor) -> None:
+        self._remote = remote
         self._tier = remote.tier
         self._channel = remote.channel
         self._origin = origin
         self._executor = executor
+        self._fetched: _Fetch | None = None
 
     @property
     def origin(self) -> Origin:
-        """What is believed to be there."""
-        return self._origin
+        """What is believed to be there; once it was read, with the bytes that it has there."""
+        read_bytes = self._fetched.stored_bytes if self._fetched is not None else None
+        return self._origin._replace(stored_bytes=read_bytes)
 
     def hold(self) -> Hold:
         """Keep it from being evicted, where that is ours to decide."""
@@ -86,19 +86,23 @@ class RemoteSource:
         late: Callable[[Fault | None], None],
     ) -> None:
         """Read and verify in the channel's loop and threads."""
-        work = _Fetch(self._channel, arriving, deadline).run()
-        self._executor.watch(self._channel.submit(work), done, deadline=deadline, late=late)
+        fetch = self._fetched = _Fetch(self._remote, arriving, deadline)
+        self._executor.watch(self._channel.submit(fetch.run()), done, deadline=deadline, late=late)
 
     def settle(self, outcome: Fault | None) -> MissReason | None:
         """Tell the remote's books how it did; what is of no use there is deleted."""
         tier, origin = self._tier, self._origin
         if outcome is None:
             tier.succeeded()
+            tier.shrinks = self.origin.stored_bytes is not None
             self._learn(origin.codec)
             return None
-        if isinstance(outcome, _OtherCodecError):
+        if isinstance(outcome, OtherCodecError):
             tier.succeeded()
             self._learn(outcome.codec)
+            return MissReason.CODEC
+        if isinstance(outcome, MissingExtraError | RegistryError):  # What encoded it is not here.
+            tier.succeeded()
             return MissReason.CODEC
         if isinstance(outcome, _NotThereError):
             tier.succeeded()
@@ -135,81 +139,103 @@ class RemoteSource:
 class _Fetch:
     """Reads all shards of a chunk, the first sections of each before any later ones."""
 
-    def __init__(self, channel: Channel, arriving: Arriving, deadline: float) -> None:
-        self._channel = channel
+    def __init__(self, remote: Remote, arriving: Arriving, deadline: float) -> None:
+        self._channel = remote.channel
         self._arriving = arriving
         self._deadline = deadline
-        self._arrivals = {
-            shard: Arrival(slot, arriving.expected[shard]) for shard, slot in arriving.slots.items()
+        self._incoming = {
+            shard: Incoming(
+                slot,
+                arriving.expected[shard],
+                remote.codecs,
+                remote.scratch,
+                shrinks=remote.tier.shrinks,
+            )
+            for shard, slot in arriving.slots.items()
         }
-        self._coming: deque[tuple[ShardId, Step, asyncio.Task[int | None]]] = deque()
+        self._coming: deque[tuple[ShardId, Part, asyncio.Task[int | None]]] = deque()
+
+    @property
+    def stored_bytes(self) -> int | None:
+        """The bytes that were read, where any shard was encoded; once ``run`` has returned."""
+        found = [incoming.stored_bytes for incoming in self._incoming.values()]
+        if not any(found):
+            return None
+        sealed = (len(slot) for slot in self._arriving.slots.values())
+        return sum(nbytes or whole for nbytes, whole in zip(found, sealed, strict=True))
 
     async def run(self) -> None:
         """Return once all is verified; raise the first fault once nothing touches the slots.
 
         A few steps are asked for ahead of the one that is verified, so that the way is never idle.
         """
+        try:
+            fault = await self._run()
+        finally:
+            for incoming in self._incoming.values():
+                incoming.end()
+        if fault is None and not all(incoming.whole for incoming in self._incoming.values()):
+            fault = FormatError("an object ends before its last section")
+        if fault is not None:
+            raise fault
+
+    async def _run(self) -> Fault | None:
         fault: Fault | None = None
         left = deque(self._steps())
         while self._coming or (left and fault is None):
             while left and fault is None and len(self._coming) < REMOTE_STEPS_AHEAD:
+                shard, step = left[0]
+                incoming = self._incoming[shard]
+                if incoming.waits and step.start:
+                    break
                 if not self._arriving.wanted():
                     fault = UnwantedError("nobody waits for this chunk")
                     break
-                shard, step = left.popleft()
-                read = asyncio.get_running_loop().create_task(self._read(shard, step))
-                self._coming.append((shard, step, read))
+                left.popleft()
+                part = incoming.begin(step)
+                if part is not None:
+                    read = asyncio.get_running_loop().create_task(self._read(shard, part))
+                    self._coming.append((shard, part, read))
             if self._coming:
                 found = await self._take(*self._coming.popleft(), verify=fault is None)
                 fault = fault or found
-        if fault is not None:
-            raise fault
+        return fault
 
     def _steps(self) -> list[tuple[ShardId, Step]]:
         steps = [
             (number, shard, step)
-            for shard, expected in self._arriving.expected.items()
-            for number, step in enumerate(read_steps(expected.geometry, REMOTE_STEP_BYTES))
+            for shard, incoming in self._incoming.items()
+            for number, step in enumerate(incoming.steps)
         ]
         return [(shard, step) for _, shard, step in sorted(steps, key=lambda each: each[0])]
 
-    async def _read(self, shard: ShardId, step: Step) -> int | None:
+    async def _read(self, shard: ShardId, part: Part) -> int | None:
         key = shard_key(self._arriving.expected[shard].chunk, shard)
-        request = ReadRequest(key, step.start, step.end - step.start)
-        into = self._arriving.slots[shard][step.start : step.end]
-        return await self._channel.read(request, into, deadline=self._deadline)
+        request = ReadRequest(key, part.step.start, len(part.into))
+        return await self._channel.read(request, part.into, deadline=self._deadline)
 
     async def _take(
-        self, shard: ShardId, step: Step, read: asyncio.Task[int | None], *, verify: bool
+        self, shard: ShardId, part: Part, read: asyncio.Task[int | None], *, verify: bool
     ) -> Fault | None:
-        """Wait for a step and verify it; return what is wrong with it."""
+        """Wait for a part and verify it; return what is wrong with it."""
+        incoming = self._incoming[shard]
         try:
-            count = await read
-            if count is None:
-                raise _NotThereError(errno.ENOENT, "no such object")
+            count = await self._count(incoming, part, read)
             if verify:
-                await self._channel.run(lambda: self._verify(shard, step, count))
-                self._arriving.progress(shard, step.sections.stop)
+                sections = await self._channel.run(lambda: incoming.take(part, count))
+                self._arriving.progress(shard, sections)
         except (OSError, KVTierError) as error:
             return error
         return None
 
-    def _verify(self, shard: ShardId, step: Step, count: int) -> None:
-        expected, slot = self._arriving.expected[shard], self._arriving.slots[shard]
-        if step.start == 0 and count >= expected.geometry.header_bytes:
-            _raise_for_other_codec(slot, expected)
-        if count < step.end - step.start:
-            raise FormatError(f"an object ends before byte {step.end}")
-        self._arrivals[shard].take(step)
-
-
-def _raise_for_other_codec(slot: memoryview, expected: Expected) -> None:
-    """Tell the right chunk in another codec, which has other sizes, from a wrong one."""
-    header = parse_header(slot[: expected.geometry.header_bytes])
-    same = (header.chunk, header.shard, header.namespace) == (
-        expected.chunk,
-        expected.shard,
-        expected.namespace,
-    )
-    if same and header.codec != expected.codec:
-        raise _OtherCodecError(header.codec)
+    async def _count(self, incoming: Incoming, part: Part, read: asyncio.Task[int | None]) -> int:
+        """Wait for a read; what it comes to behind the object's end is of no account."""
+        try:
+            count = await read
+        except (OSError, KVTierError):
+            if incoming.needs(part):
+                raise
+            return 0
+        if count is None and incoming.needs(part):
+            raise _NotThereError(errno.ENOENT, "no such object")
+        return count or 0

@@ -141,6 +141,7 @@ class Remotes:
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` where the books do not agree with themselves."""
         for remote in self.all:
+            remote.tier.written.check_integrity()
             if remote.tier.holdings is not None:
                 remote.tier.holdings.check_integrity()
             if len(self._asking[remote]) > REMOTE_ASKED_CHUNKS_MAX:

@@ -7,17 +7,19 @@ Nothing waits for a remote: what it does not take in time is dropped.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from kvtier.cache.below.encoder import describe
+from kvtier.cache.below.encoder import ChunkEncoder, Shrinkage, describe
 from kvtier.cache.below.remote_source import Remote
+from kvtier.cache.below.upload_job import Outbound, UploadJob, Waiting, sealed
 from kvtier.cache.executor import Executor, Fault
 from kvtier.cache.shapes import Shapes
+from kvtier.cache.tenancy.quota import NoQuotas, Quotas
 from kvtier.config import WriteMode
 from kvtier.constants import (
     DIRTY_SHARE_HIGH,
@@ -29,50 +31,12 @@ from kvtier.constants import (
     UPLOADS_WAITING_MAX,
     WRITE_DEADLINE_S,
 )
-from kvtier.errors import ConnectorRefusedError, DeadlineError, KVTierError
+from kvtier.errors import ConnectorRefusedError, DeadlineError
 from kvtier.interfaces import AdmissionPolicy, Clock
-from kvtier.keys import shard_key
 from kvtier.obs.counters import Counters
-from kvtier.shard_format import ShardDescription, seal
-from kvtier.tiers.dram import DramRecord, DramTier
-from kvtier.tiers.index import Lease
+from kvtier.tiers.dram import DramTier
 from kvtier.tiers.remote.batches import batch_count
-from kvtier.tiers.remote.holdings import RemoteRecord
-from kvtier.types import (
-    ChunkKey,
-    Entry,
-    Features,
-    KVLayout,
-    MissReason,
-    ShardId,
-    ShardKey,
-    Slot,
-    Tier,
-    WriteItem,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A chunk to be written. ``number`` is its place in the order of stores: parents first."""
-
-    entry: Entry
-    layout: KVLayout
-    number: int
-    tries: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Chunk:
-    """A chunk on its way: what it is written from, and where to."""
-
-    waiting: _Waiting
-    record: DramRecord
-    place: RemoteRecord | None
-    slots: dict[ShardId, memoryview]
-    descriptions: dict[ShardId, ShardDescription]
-    outcome: KVTierError | None = None
-    was_there: bool = False
+from kvtier.types import ChunkKey, Features, KVLayout, MissReason, Tier
 
 
 class Uploader:
@@ -89,7 +53,9 @@ class Uploader:
         shapes: Shapes,
         mode: WriteMode,
         admission: AdmissionPolicy,
+        encoder: ChunkEncoder | None = None,
     ) -> None:
+        """With an ``encoder`` chunks are encoded before room is made for what comes of them."""
         self._remote = remote
         self._tier = remote.tier
         self._dram = dram
@@ -100,12 +66,17 @@ class Uploader:
         self._shapes = shapes
         self._write_all = mode is WriteMode.THROUGH
         self._admission = admission
+        self._encoder = encoder
+        self._shrinkage = Shrinkage()
         self._draining = False
-        self._waiting: dict[ChunkKey, _Waiting] = {}  # parents first
+        self._waiting: dict[ChunkKey, Waiting] = {}  # parents first
         self._waiting_bytes = 0
         self._numbers = itertools.count()
         self._moving: set[ChunkKey] = set()
         self._jobs = 0
+        #: What is asked before a write, and which roots are a tenant's; ``RemoteRoom.serve``.
+        self.quotas: Quotas = NoQuotas()
+        self.owned: Callable[[bytes], bool] = lambda _: False
 
     @property
     def waiting_count(self) -> int:
@@ -125,12 +96,13 @@ class Uploader:
         if record is None or record.places.keys() != whole:
             return
         entry = replace(record.entry, features=features)
-        if not self._admission.offer(entry, now):
+        expected = replace(entry, nbytes=self._shrinkage.expected_bytes(entry.nbytes))
+        if not self._admission.offer(expected, now):
             return
         if len(self._waiting) >= UPLOADS_WAITING_MAX:
             self._refuse(key, MissReason.UNAVAILABLE)
             return
-        self._wait(key, _Waiting(entry, layout, next(self._numbers)))
+        self._wait(key, Waiting(entry, layout, next(self._numbers)))
 
     def left_dram(self, key: ChunkKey) -> None:
         """Note that a chunk leaves DRAM; what has not been written by now is not."""
@@ -174,11 +146,11 @@ class Uploader:
         self._draining = share > (DIRTY_SHARE_LOW if self._draining else DIRTY_SHARE_HIGH)
         return self._write_all or self._draining
 
-    def _wait(self, key: ChunkKey, waiting: _Waiting) -> None:
+    def _wait(self, key: ChunkKey, waiting: Waiting) -> None:
         self._waiting[key] = waiting
         self._waiting_bytes += waiting.entry.nbytes
 
-    def _drop(self, key: ChunkKey) -> _Waiting | None:
+    def _drop(self, key: ChunkKey) -> Waiting | None:
         waiting = self._waiting.pop(key, None)
         if waiting is not None:
             self._waiting_bytes -= waiting.entry.nbytes
@@ -190,138 +162,122 @@ class Uploader:
         self._admission.left(key, self._clock.now())
 
     def _start(self) -> None:
-        """Write the next batch."""
+        """Start a job with what waits first, as much as goes into one batch."""
         first = list(itertools.islice(self._waiting.values(), UPLOAD_CHUNKS_MAX))
         sizes = [waiting.entry.nbytes for waiting in first]
         count = batch_count(sizes, items_max=UPLOAD_CHUNKS_MAX, bytes_max=REMOTE_BATCH_BYTES)
-        chunks = [chunk for each in first[:count] if (chunk := self._chunk(each)) is not None]
-        if not chunks:
-            return
-        holdings = self._tier.holdings
-        going = holdings.take_deletions() if holdings is not None else []
-        lease = self._dram.index.lease([chunk.record for chunk in chunks])
+        chunks = [self._outbound(each) for each in first[:count]]
+        started = self._clock.now()
+        job = UploadJob(
+            chunks,
+            self._dram.index.lease([chunk.record for chunk in chunks]),
+            self._remote.channel,
+            self._executor,
+            self._encoder,
+            started,
+            started + WRITE_DEADLINE_S,
+        )
         self._moving.update(chunk.waiting.entry.key for chunk in chunks)
         self._jobs += 1
-        started = self._clock.now()
-        deadline = started + WRITE_DEADLINE_S
+        self._do(job, job.prepare(), partial(self._prepared, job))
+
+    def _do(
+        self,
+        job: UploadJob,
+        work: Coroutine[Any, Any, None],
+        then: Callable[[Fault | None], None],
+    ) -> None:
+        """Have work done, and ``then`` be called with its fault, under the lock."""
 
         def done(outcome: Fault | None) -> None:
             with self._lock:
                 if isinstance(outcome, DeadlineError):
                     self._tier.failed(outcome)  # The job is out still, and keeps its pins.
                 else:
-                    self._settle(chunks, lease, outcome, started)
+                    then(outcome)
 
         def late(outcome: Fault | None) -> None:
             with self._lock:
-                self._settle(chunks, lease, outcome, started)
+                then(outcome)
 
-        work = self._write(chunks, [place.key for place in going], deadline)
         future = self._remote.channel.submit(work)
-        self._executor.watch(future, done, deadline=deadline, late=late)
+        self._executor.watch(future, done, deadline=job.deadline, late=late)
 
-    def _chunk(self, waiting: _Waiting) -> _Chunk | None:
-        """Make room for a chunk where that is ours to do, and say what goes there."""
+    def _outbound(self, waiting: Waiting) -> Outbound:
+        """Say what goes there of a chunk that waits, and have it wait no more."""
         key = waiting.entry.key
         self._drop(key)
         record = self._dram.index.ready(key)
         assert record is not None, "what waits is ready in DRAM"
         shape = self._shapes.of(waiting.layout, waiting.entry.position, record.codec)
-        holdings, place = self._tier.holdings, None
-        if holdings is not None:
-            old = holdings.index.ready(key)
-            if old is not None:
-                holdings.forget(old)  # It lacks a shard, or a listing knew it.
-            if holdings.index.get(key) is None:
-                place = holdings.reserve(waiting.entry, record.namespace, record.codec, shape.sizes)
-            if place is None:
-                self._refuse(key, MissReason.NO_ROOM)
-                return None
         slots = {shard: self._dram.arena.view(slot) for shard, slot in record.places.items()}
         descriptions = {
             shard: describe(waiting.entry, record.namespace, shape, shard) for shard in slots
         }
-        return _Chunk(waiting, record, place, slots, descriptions)
+        return Outbound(waiting, record, slots, descriptions, sealed(slots))
 
-    async def _write(
-        self, chunks: Sequence[_Chunk], going: Sequence[ShardKey], deadline: float
-    ) -> None:
-        """Delete what gives way, find out what is there, seal and write the rest."""
-        channel = self._remote.channel
-        if going:
-            await channel.delete(going)
-        keys = [
-            shard_key(chunk.record.entry.key, shard) for chunk in chunks for shard in chunk.slots
-        ]
-        there = iter(await channel.contains(keys))
-        lacking: list[_Chunk] = []
-        for chunk in chunks:
-            found = [next(there) for _ in chunk.slots]
-            chunk.was_there = all(found)
-            if not chunk.was_there:
-                lacking.append(chunk)
-        sealed = [self._executor.prepare(partial(_seal, chunk)) for chunk in lacking]
-        # All of them to their end, whatever becomes of one: the slots are lent to the connector.
-        ends = await asyncio.gather(
-            *(
-                self._write_chunk(chunk, asyncio.wrap_future(ready), deadline)
-                for chunk, ready in zip(lacking, sealed, strict=True)
-            ),
-            return_exceptions=True,
-        )
-        for end in ends:
-            if end is not None:
-                raise end
-
-    async def _write_chunk(
-        self, chunk: _Chunk, sealed: asyncio.Future[None], deadline: float
-    ) -> None:
-        try:
-            await sealed
-        except KVTierError as error:
-            chunk.outcome = error
+    def _prepared(self, job: UploadJob, fault: Fault | None) -> None:
+        """Make room for what is to be written, and have it sent."""
+        if fault is not None:
+            self._settle(job, fault)
             return
-        writes = [
-            self._remote.channel.write(
-                WriteItem(shard_key(chunk.record.entry.key, shard), slot), deadline=deadline
-            )
-            for shard, slot in chunk.slots.items()
-        ]
-        for outcome in await asyncio.gather(*writes, return_exceptions=True):
-            if isinstance(outcome, KVTierError):
-                chunk.outcome = chunk.outcome or outcome
-            elif isinstance(outcome, BaseException):
-                raise outcome
+        job.chunks = [chunk for chunk in job.chunks if self._fits(job, chunk)]
+        holdings = self._tier.holdings
+        going = holdings.take_deletions() if holdings is not None else []
+        self._do(job, job.send([place.key for place in going]), partial(self._settle, job))
 
-    def _settle(
-        self,
-        chunks: Sequence[_Chunk],
-        lease: Lease[Slot],
-        outcome: Fault | None,
-        started: float,
-    ) -> None:
+    def _fits(self, job: UploadJob, chunk: Outbound) -> bool:
+        """Tell whether a chunk goes on, where it is ours to say: there is room, and it may."""
+        key, record, holdings = chunk.waiting.entry.key, chunk.record, self._tier.holdings
+        if chunk.outcome is not None:
+            return True
+        entry = replace(chunk.waiting.entry, nbytes=chunk.nbytes)
+        if not chunk.was_there:
+            self._shrinkage.note(record.entry.nbytes, entry.nbytes)
+        refused: MissReason | None = None
+        if not chunk.was_there and not self.quotas.room_in_remote(record.namespace, entry):
+            refused = MissReason.QUOTA
+        elif holdings is not None:
+            old = holdings.index.ready(key)
+            if old is not None:
+                holdings.forget(old)  # It lacks a shard, or a listing knew it.
+            if holdings.index.get(key) is None:
+                sizes = chunk.stored.sizes
+                chunk.place = holdings.reserve(entry, record.namespace, record.codec, sizes)
+            refused = MissReason.NO_ROOM if chunk.place is None else None
+        if refused is not None:
+            self._moving.discard(key)
+            job.give_back(chunk)
+            self._refuse(key, refused)
+        return refused is None
+
+    def _settle(self, job: UploadJob, outcome: Fault | None) -> None:
         counters = self._counters[Tier.REMOTE]
-        lease.release()
         self._jobs -= 1
-        for chunk in chunks:
-            self._moving.discard(chunk.record.entry.key)
+        for chunk in job.chunks:
+            key = chunk.record.entry.key
+            self._moving.discard(key)
             fault = outcome or chunk.outcome
             if fault is not None:
                 self._failed(chunk, fault)
                 continue
             if chunk.place is not None and self._tier.holdings is not None:
                 self._tier.holdings.commit(chunk.place)
-            self._tier.learn(chunk.record.entry.key, frozenset(chunk.slots))
+            shards = frozenset(chunk.slots)
+            self._tier.learn(key, shards)
             if not chunk.was_there:
-                counters.written_bytes += chunk.record.entry.nbytes
-                counters.write_latency.observe(self._clock.now() - started)
+                if self.owned(chunk.record.namespace):
+                    self._tier.written.note(key, chunk.record.namespace, chunk.nbytes, shards)
+                counters.written_bytes += chunk.nbytes
+                counters.write_latency.observe(self._clock.now() - job.started)
                 self._tier.refusing = ""
                 self._tier.succeeded()
+        job.end()
         if outcome is not None:
             self._tier.failed(outcome)
         self.pump()
 
-    def _failed(self, chunk: _Chunk, fault: Fault) -> None:
+    def _failed(self, chunk: Outbound, fault: Fault) -> None:
         """Try a chunk again later, unless the remote said no or it was tried often enough."""
         self._counters[Tier.REMOTE].io_errors += 1
         key = chunk.record.entry.key
@@ -339,8 +295,3 @@ class Uploader:
             self._wait(key, waiting)
             ordered = sorted(self._waiting.items(), key=lambda item: item[1].number)
             self._waiting = dict(ordered)
-
-
-def _seal(chunk: _Chunk) -> None:
-    for shard, description in chunk.descriptions.items():
-        seal(chunk.slots[shard], description)

@@ -1,12 +1,17 @@
 """How much one tenant may hold, and what of its own gives way when it stores more.
 
 Counted are the bytes of a tenant's chunks where they lie: a chunk in DRAM and on disk counts twice.
-A store or a write to disk goes ahead only if the tenant then holds at most its quota. To make room
-these give way, in this order, and nothing of another tenant's does:
+In remotes, which others write to as well, those count that this cache has written since its start
+and has not heard to be gone. A store, or a write to disk or to a remote, goes ahead only if the
+tenant then holds at most its quota. To make room these give way, in this order, and nothing of
+another tenant's does:
 
 1. copies in DRAM of what the disk has too,
-2. on disk, what was not used since the start, the coldest first, then the first to be used,
-3. what DRAM alone has, the coldest first. (Not for a write to disk.)
+2. what remotes alone have, the oldest first,
+3. on disk, what was not used since the start, the coldest first, then the first to be used; with
+   each goes what remotes have of it,
+4. copies in DRAM of what remotes alone have too,
+5. what DRAM alone has, the coldest first. (Not for a write to disk or to a remote.)
 
 Reading a chunk into DRAM is no write: it may put a tenant above its quota until it next stores.
 """
@@ -14,7 +19,7 @@ Reading a chunk into DRAM is no write: it may put a tenant above its quota until
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
 from kvtier.cache.tenancy.roots import Roots
@@ -36,6 +41,50 @@ class Quotas(Protocol):
         """Tell whether the tenant of a root may write a chunk out, after making room for it."""
         ...
 
+    def room_in_remote(self, root: bytes, entry: Entry) -> bool:
+        """The same for a write to a remote."""
+        ...
+
+
+class Afar(Protocol):
+    """What this cache has written to remotes for tenants. Used under the cache's lock."""
+
+    def bytes_of(self, root: bytes) -> int:
+        """Return the bytes of a root's chunks in all remotes together."""
+        ...
+
+    def keys_of(self, roots: Collection[bytes]) -> list[ChunkKey]:
+        """Return chunks of some roots, the oldest first, a bounded number."""
+        ...
+
+    def holds(self, key: ChunkKey) -> bool:
+        """Tell whether any remote was given a chunk."""
+        ...
+
+    def leave(self, key: ChunkKey) -> int:
+        """Have a chunk deleted; return the bytes that count no more, 0 where it is in use."""
+        ...
+
+
+class NothingAfar:
+    """Of a cache without remotes."""
+
+    def bytes_of(self, root: bytes) -> int:  # noqa: ARG002
+        """Return 0."""
+        return 0
+
+    def keys_of(self, roots: Collection[bytes]) -> list[ChunkKey]:  # noqa: ARG002
+        """Return none."""
+        return []
+
+    def holds(self, key: ChunkKey) -> bool:  # noqa: ARG002
+        """Return False."""
+        return False
+
+    def leave(self, key: ChunkKey) -> int:  # noqa: ARG002
+        """Return 0."""
+        return 0
+
 
 class NoQuotas:
     """Of a cache in which tenants may hold as much as there is."""
@@ -48,6 +97,10 @@ class NoQuotas:
         """Return True."""
         return True
 
+    def room_in_remote(self, root: bytes, entry: Entry) -> bool:  # noqa: ARG002
+        """Return True."""
+        return True
+
 
 class TenantQuotas:
     """Keeps every tenant within its quota. Used under the cache's lock."""
@@ -57,6 +110,7 @@ class TenantQuotas:
         roots: Roots,
         dram: DramTier,
         disk: DiskTier | None,
+        afar: Afar,
         quota_bytes: int,
         quotas: Mapping[bytes, int],
         keeps: Callable[[ChunkKey], bool],
@@ -69,6 +123,7 @@ class TenantQuotas:
         self._roots = roots
         self._dram = dram
         self._disk = disk
+        self._afar = afar
         self._quota_bytes = quota_bytes
         self._quotas = dict(quotas)
         self._keeps = keeps
@@ -89,6 +144,10 @@ class TenantQuotas:
         """See ``Quotas.room_on_disk``."""
         return self._make_room(root, entry, self._leave_below)
 
+    def room_in_remote(self, root: bytes, entry: Entry) -> bool:
+        """See ``Quotas.room_in_remote``."""
+        return self._make_room(root, entry, self._leave_below)
+
     def _make_room(
         self, root: bytes, entry: Entry, leave: Callable[[ChunkKey, set[ChunkKey]], int]
     ) -> bool:
@@ -96,7 +155,7 @@ class TenantQuotas:
         quota = self._quotas.get(tenant, self._quota_bytes)
         if not tenant or not quota:
             return True
-        used = tenant_bytes(self._roots.of_tenant(tenant), self._dram, self._disk)
+        used = tenant_bytes(self._roots.of_tenant(tenant), self._dram, self._disk, self._afar)
         if used + entry.nbytes <= quota:
             return True
         if entry.nbytes > quota:
@@ -120,8 +179,9 @@ class TenantQuotas:
         return record.entry.nbytes
 
     def _leave_below(self, key: ChunkKey, stays: set[ChunkKey]) -> int:
-        """The same for what is on disk: its copy in DRAM, where it has one, or all of it."""
-        if self._disk is None or not self._disk.holds(key) or self._keeps(key):
+        """The same for what lies below DRAM: its copy there, where it has one, or all of it."""
+        on_disk = self._on_disk(key)
+        if self._keeps(key) or not (on_disk or self._afar.holds(key)):
             return 0
         copy = self._dram.index.ready(key)
         if copy is not None:
@@ -129,25 +189,41 @@ class TenantQuotas:
                 return 0
             self._dram.leave(copy)
             return copy.entry.nbytes
+        if key in stays:
+            return 0
+        if self._disk is None or not on_disk:
+            return self._afar.leave(key)
         record = self._disk.ready(key)
-        if record is None or record.pins or key in stays:
+        if record is None or record.pins:
             return 0
         self._disk.forget(record)
         self._left_disk(key)
-        return record.entry.nbytes
+        return record.entry.nbytes + self._afar.leave(key)
 
     def _order(self, tenant: bytes) -> list[ChunkKey]:
         """Return what may give way, the first one first; what is in two tiers comes twice."""
         roots = self._roots.of_tenant(tenant)
         in_dram = self._dram.coldest(roots)
+        on_disk = [key for key in in_dram if self._on_disk(key)]
+        others = [key for key in in_dram if not self._on_disk(key)]
+        copies = [key for key in others if self._afar.holds(key)]
+        alone = [key for key in others if not self._afar.holds(key)]
+        far = [
+            key
+            for key in self._afar.keys_of(roots)
+            if not self._on_disk(key) and self._dram.index.get(key) is None
+        ]
+        return [*on_disk, *far, *self._order_on_disk(roots), *copies, *alone]
+
+    def _order_on_disk(self, roots: Collection[bytes]) -> list[ChunkKey]:
         if self._disk is None:
-            return in_dram
-        held = [self._disk.holds(key) for key in in_dram]
-        copies = [key for key, also in zip(in_dram, held, strict=True) if also]
-        alone = [key for key, also in zip(in_dram, held, strict=True) if not also]
+            return []
         cold = self._disk.cold.leaves_of(roots, GIVE_WAY_ROWS_MAX)
         hot = [record.entry for record in self._disk.index if record.namespace in roots]
-        return [*copies, *cold, *coldest_first(hot, range(len(hot))), *alone]
+        return [*cold, *coldest_first(hot, range(len(hot)))]
+
+    def _on_disk(self, key: ChunkKey) -> bool:
+        return self._disk is not None and self._disk.holds(key)
 
     def _line(self, entry: Entry) -> set[ChunkKey]:
         """Return the chunks that an entry follows, as far as they are held."""
@@ -166,11 +242,11 @@ class TenantQuotas:
         return on_disk.entry.parent if on_disk is not None else self._disk.cold.parent(key)
 
 
-def tenant_bytes(roots: Iterable[bytes], dram: DramTier, disk: DiskTier | None) -> int:
-    """Return the bytes that chunks under some roots take in DRAM and on disk, right now."""
+def tenant_bytes(roots: Iterable[bytes], dram: DramTier, disk: DiskTier | None, afar: Afar) -> int:
+    """Return the bytes that chunks under some roots take in all tiers, right now."""
     total = 0
     for root in roots:
-        total += dram.index.bytes_of(root)
+        total += dram.index.bytes_of(root) + afar.bytes_of(root)
         if disk is not None:
             total += disk.index.bytes_of(root) + disk.cold.bytes_of(root)
     return total

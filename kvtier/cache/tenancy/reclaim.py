@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvtier.cache.tenancy.quota import tenant_bytes
+from kvtier.cache.tenancy.quota import Afar, tenant_bytes
 from kvtier.cache.tenancy.roots import Roots
 from kvtier.constants import RECLAIMED_CHUNKS_MAX
 from kvtier.tiers.disk.tier import DiskTier
@@ -24,19 +24,21 @@ class Reclaimer:
         roots: Roots,
         dram: DramTier,
         disk: DiskTier | None,
+        afar: Afar,
         remove: Callable[[ChunkKey], bool],
     ) -> None:
         """``remove`` lets a chunk go from every tier; False: it is in use."""
         self._roots = roots
         self._dram = dram
         self._disk = disk
+        self._afar = afar
         self._remove = remove
         self._todo: list[ChunkKey] = []  # The deepest last.
 
     @property
     def waiting_bytes(self) -> int:
         """Bytes that are still to be given back."""
-        return tenant_bytes(self._roots.stale(), self._dram, self._disk)
+        return tenant_bytes(self._roots.stale(), self._dram, self._disk, self._afar)
 
     def step(self) -> None:
         """Let the next chunks leave."""
@@ -58,9 +60,9 @@ class Reclaimer:
             below = [r for r in self._disk.index if r.namespace in stale]
             found |= {r.entry.key: r.entry.position for r in below}
         keys = sorted(found, key=found.__getitem__)
-        if keys or self._disk is None:
+        if keys:
             return keys
-        cold = self._disk.cold
-        if not any(cold.bytes_of(root) for root in stale.intersection(cold.namespaces)):
-            return []
-        return cold.keys_of(stale, RECLAIMED_CHUNKS_MAX)
+        cold = self._disk.cold if self._disk is not None else None
+        if cold is not None and any(map(cold.bytes_of, stale.intersection(cold.namespaces))):
+            return cold.keys_of(stale, RECLAIMED_CHUNKS_MAX)
+        return self._afar.keys_of(stale)

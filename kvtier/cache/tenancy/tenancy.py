@@ -11,7 +11,7 @@ from kvtier.cache.below.removal import remove
 from kvtier.cache.below.writeout import Writeout
 from kvtier.cache.tenancy.held import Holdings
 from kvtier.cache.tenancy.pins import KeptKeys, Pins
-from kvtier.cache.tenancy.quota import Quotas, TenantQuotas
+from kvtier.cache.tenancy.quota import NothingAfar, Quotas, TenantQuotas
 from kvtier.cache.tenancy.reclaim import Reclaimer
 from kvtier.cache.tenancy.roots import Roots
 from kvtier.cache.tenancy.tenants import Tenants
@@ -56,17 +56,18 @@ def make_tenancy(
 ) -> Tenancy:
     """Put the parts together. See ``TenantQuotas`` and ``Tenants`` for the callbacks."""
     tiers = (dram[0], disk[0] if disk is not None else None)
+    holders = (*tiers, room.afar if room is not None else NothingAfar())
     pins = Pins(lock, clock, roots, dram, disk)
 
     def let_go(key: ChunkKey) -> bool:
         return remove(key, *tiers, writeout, room)
 
-    reclaimer = Reclaimer(roots, *tiers, let_go)
+    reclaimer = Reclaimer(roots, *holders, let_go)
     single = {bytes.fromhex(each.tenant): each.quota_bytes for each in config.tenant_quotas}
     total = config.tenant_quota_bytes
-    quotas = TenantQuotas(roots, *tiers, total, single, pins.keeps, left_disk)
+    quotas = TenantQuotas(roots, *holders, total, single, pins.keeps, left_disk)
     return Tenancy(
-        tenants=Tenants(lock, roots, *tiers, reclaimer, quotas, end_loads, save),
+        tenants=Tenants(lock, roots, *holders, reclaimer, quotas, end_loads, save),
         pins=pins,
         holdings=Holdings(lock, clock, roots, pins, dram, disk, left_disk),
         quotas=quotas,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 
-from kvtier.cache.tenancy.quota import TenantQuotas, tenant_bytes
+from kvtier.cache.tenancy.quota import Afar, TenantQuotas, tenant_bytes
 from kvtier.cache.tenancy.reclaim import Reclaimer
 from kvtier.cache.tenancy.roots import Roots
 from kvtier.keys import tenant_digest
@@ -31,6 +31,7 @@ class Tenants:
         roots: Roots,
         dram: DramTier,
         disk: DiskTier | None,
+        afar: Afar,
         reclaimer: Reclaimer,
         quotas: TenantQuotas,
         end_loads: Callable[[], None],
@@ -40,20 +41,21 @@ class Tenants:
         self._roots = roots
         self._dram = dram
         self._disk = disk
+        self._afar = afar
         self._reclaimer = reclaimer
         self._quotas = quotas
         self._end_loads = end_loads
         self._save = save
 
     def nbytes(self, salt: str) -> int:
-        """Return the bytes of a tenant's chunks in DRAM and on disk, where they lie.
+        """Return the bytes of a tenant's chunks in DRAM, on disk and in remotes, where they lie.
 
-        What a directory held at its opening counts once it is known whose it is. Raises
-        ``ConfigError`` for the empty salt.
+        What a directory held at its opening counts once it is known whose it is; of remotes, what
+        this cache has written since its start. Raises ``ConfigError`` for the empty salt.
         """
         with self._lock:
             roots = self._roots.of_tenant(tenant_digest(salt))
-            return tenant_bytes(roots, self._dram, self._disk)
+            return tenant_bytes(roots, self._dram, self._disk, self._afar)
 
     @property
     def reclaimable_bytes(self) -> int:

@@ -19,6 +19,7 @@ from kvtier.interfaces import Clock
 from kvtier.tiers.remote.asked import Asked
 from kvtier.tiers.remote.breaker import Breaker, BreakerState
 from kvtier.tiers.remote.holdings import Holdings
+from kvtier.tiers.remote.written import Written
 from kvtier.types import ChunkKey, ShardId
 
 _NOTHING: frozenset[ShardId] = frozenset()
@@ -45,6 +46,9 @@ class RemoteTier:
         self.late_count = 0  # Reads that are overdue and have not ended.
         self.epochs_known = False  # What was raised by others has been read.
         self.refusing = ""  # Why it takes no writes although it answers; empty: it does.
+        self.shrinks = False  # What was read last was encoded, so the next may be shorter too.
+        #: What was written there for tenants since the start.
+        self.written = Written(REMOTE_KNOWN_CHUNKS_MAX)
         self._clock = clock
         self._asked = Asked(there_s=ttl_s, absent_s=absent_s, chunks_max=REMOTE_KNOWN_CHUNKS_MAX)
         self._codecs: OrderedDict[bytes, str] = OrderedDict()
@@ -89,10 +93,13 @@ class RemoteTier:
 
     def learn(self, key: ChunkKey, shards: frozenset[ShardId]) -> None:
         """Take an answer in: which shards of a chunk are there."""
+        if not shards:
+            self.written.drop(key)
         self._asked.learn(key, shards, self._clock.now())
 
     def lose(self, key: ChunkKey) -> None:
         """Take in that a chunk is not there after all, or of no use."""
+        self.written.drop(key)
         self._asked.learn_absent(key, self._clock.now())
         if self.holdings is not None:
             record = self.holdings.index.ready(key)
@@ -129,6 +136,7 @@ class RemoteTier:
 
     def evicted(self, key: ChunkKey) -> None:
         """Take in that a chunk was made to leave."""
+        self.written.drop(key)
         self._asked.learn_absent(key, self._clock.now())
 
     def slow(self) -> None:
