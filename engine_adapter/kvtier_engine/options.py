@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from kvtier.cache.below.encoder import chunk_encoder
+from kvtier.cache.below.encoder import named_encoder
 from kvtier.config import Durability, WriteMode, format_size, parse_size
 from kvtier.constants import CHUNK_TOKENS_MAX, GIB, MIB
 from kvtier.errors import ConfigError, MissingExtraError, RegistryError, nearest
@@ -192,8 +192,20 @@ def _disk_codec(value: Any) -> str:
     text = _text(value)
     try:
         _, byte_codec = split_codec(text)
-        if byte_codec is not None:
-            chunk_encoder(byte_codecs.load(byte_codec)())
+        named_encoder(byte_codec)
+    except (RegistryError, MissingExtraError) as error:
+        raise ConfigError(str(error)) from error
+    return text
+
+
+def _remote_codec(value: Any) -> str:
+    """A byte codec, whose needs are installed. What it encodes was packed for DRAM."""
+    text = _text(value)
+    if text in codecs.names():
+        allowed = ", ".join(byte_codecs.names())
+        raise ConfigError(f"remotes take what --codec has packed for DRAM; allowed: {allowed}")
+    try:
+        named_encoder(text)
     except (RegistryError, MissingExtraError) as error:
         raise ConfigError(str(error)) from error
     return text
@@ -301,6 +313,9 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
     Option(
         "remote_mode", _one_of(WriteMode), WriteMode.THROUGH, "MODE", "as --disk-mode, of remotes"
+    ),
+    Option(
+        "remote_codec", _remote_codec, "", "NAME", "zstd: what goes there is compressed (as is)"
     ),
     Option("weights_id", _weights_id, "", "ID", "declares what the weights are (their digest)"),
     Option(

@@ -35,7 +35,7 @@ _DISK_ONLY: Final = (
     "disk_codec",
     "durability",
 )
-_REMOTE_ONLY: Final = ("remote_bytes", "remote_mode")
+_REMOTE_ONLY: Final = ("remote_bytes", "remote_mode", "remote_codec")
 _CACHE_ONLY: Final = (
     "dram",
     "policy",
@@ -81,6 +81,7 @@ class EngineConfig:
     remote: tuple[str, ...]
     remote_bytes: int
     remote_mode: WriteMode
+    remote_codec: str
     weights_id: str
     tenant_quota: int
     no_cache: bool
@@ -119,7 +120,13 @@ class EngineConfig:
             dram_bytes=self.dram,
             disk=disk,
             remotes=tuple(
-                RemoteConfig(url, self.remote_bytes, mode=self.remote_mode) for url in self.remote
+                RemoteConfig(
+                    url,
+                    self.remote_bytes,
+                    mode=self.remote_mode,
+                    byte_codec=self.remote_codec or None,
+                )
+                for url in self.remote
             ),
             codec=self.codec,
             policy=self.policy,

@@ -117,6 +117,9 @@ def test_b113_a_misspelt_variable_names_the_nearest() -> None:
         (["--codec", "zstd"], ["--codec", "'zstd'"]),
         (["--disk", "/x", "--disk-codec", "zsdt"], ["--disk-codec", "'zsdt'", "'zstd'"]),
         (["--disk", "/x", "--disk-codec", "zstd+raw"], ["--disk-codec", "zstd"]),
+        (["--remote", "memory://", "--remote-codec", "zsdt"], ["--remote-codec", "'zstd'"]),
+        (["--remote", "memory://", "--remote-codec", "int4"], ["--codec", "allowed: zstd"]),
+        (["--remote", "memory://", "--remote-codec", "int4+zstd"], ["--remote-codec"]),
         (["--policy", "gitins"], ["--policy", "'gitins'", "arc", "did you mean 'gittins'"]),
         (["--disk-policy", "lur"], ["--disk-policy", "'lur'", "did you mean 'lru'"]),
         (
@@ -286,10 +289,21 @@ def test_a_disk_codec_may_have_a_byte_codec_on_top(
     assert cache.codecs == ("int4-g128", *([codec] if codec else []))
 
 
-def test_what_a_byte_codec_needs_is_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("edge", ["disk", "remote"])
+def test_what_a_byte_codec_needs_is_asked_for_at_once(
+    edge: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(ConfigError, match=r'--disk-codec.*pip install "kvtier\[zstd\]"'):
-        load("--disk", "/x", "--disk-codec", "zstd")
+    with pytest.raises(ConfigError, match=rf'--{edge}-codec.*pip install "kvtier\[zstd\]"'):
+        load(f"--{edge}", "memory:///x", f"--{edge}-codec", "zstd")
+
+
+def test_a_byte_codec_is_for_all_remotes() -> None:
+    remotes = ("--remote", "memory://a", "--remote", "memory://b")
+    for told, byte_codec in (((), None), (("--remote-codec", "zstd"), "zstd")):
+        cache = load(*remotes, *told).config.cache_config()
+        assert cache is not None
+        assert [each.byte_codec for each in cache.remotes] == [byte_codec] * 2
 
 
 def test_remotes_may_be_several_and_are_not_shown() -> None:
