@@ -169,7 +169,9 @@ class CacheConfig:
     """A cache: its tiers, their policy, the codec, and which workers hold the pool.
 
     ``dram_bytes`` and ``disk.capacity_bytes`` bound the whole cache, whatever the number of
-    workers. ``shared`` maps the arena so that workers in other processes reach it. A load is cut
+    workers. ``shared`` maps the arena so that workers in other processes reach it. Otherwise,
+    ``exported_to`` cuts it into files, one for each tenant's processes to map, and names the tenant
+    to whom all of it is given at first; empty: it is one piece. A load is cut
     off after ``load_deadline_s``; a lookup waits at most ``pending_deadline_s`` for a slow tier.
     A second of computing is worth ``gpu_time_worth`` seconds of waiting for a load.
     ``remotes`` are asked in their order, for what is in neither DRAM nor disk.
@@ -185,6 +187,7 @@ class CacheConfig:
     slab_bytes: int = SLAB_BYTES_DEFAULT
     workers: tuple[Placement, ...] = (Placement(),)
     shared: bool = False
+    exported_to: str = ""
     load_deadline_s: float = LOAD_DEADLINE_S_DEFAULT
     pending_deadline_s: float = PENDING_DEADLINE_S_DEFAULT
     gpu_time_worth: float = 1.0
@@ -225,6 +228,8 @@ class CacheConfig:
             self.dram_bytes,
             f"at least one slab ({format_size(self.slab_bytes)}){why}",
         )
+        alone = not (self.shared and self.exported_to)
+        _require(alone, "exported_to", self.exported_to, "none where shared")
         for name in ("load_deadline_s", "pending_deadline_s", "gpu_time_worth"):
             seconds = getattr(self, name)
             _require(math.isfinite(seconds) and seconds > 0, name, seconds, "more than 0")

@@ -40,6 +40,8 @@ KEYED_TRANSFERS_MAX: Final = 256
 
 # DRAM arena.
 SLAB_BYTES_DEFAULT: Final = 64 * MIB
+# Owners who have a file of their own in an arena that others map: each takes two descriptors.
+ARENA_OWNERS_MAX: Final = 128
 
 # Executor: bounded work in flight; a queue that is full refuses.
 IO_THREADS_DEFAULT: Final = 4
@@ -229,5 +231,6 @@ CONTROL_KEYS_MAX: Final = 4096
 CONTROL_REQUESTS_MAX: Final = 64
 CONTROL_OBJECTS_MAX: Final = 65_536
 CONTROL_OBJECTS_AT_ONCE: Final = 256
+CONTROL_WARMED_AT_ONCE: Final = 8
 CONTROL_WARM_S_MAX: Final = 600.0
 CONTROL_FINDINGS_MAX: Final = 100

@@ -35,6 +35,7 @@ from kvtier.codecs.calibration_copies import CalibrationCopies
 from kvtier.codecs.known import KnownCodecs
 from kvtier.config import CacheConfig
 from kvtier.interfaces import Clock, Connector
+from kvtier.keys import tenant_digest
 from kvtier.obs.counters import Counters
 from kvtier.obs.events import EventLog
 from kvtier.obs.spans import Spans
@@ -110,9 +111,12 @@ def make_medium(given: Given) -> Medium:
     roots = Roots(epochs, len(paths), lambda: _held_roots(dram, rooms))
     policy = policies.load(config.policy)
     choices = disk_choices(config.disk) if config.disk else None
-    arena = Arena(config.dram_bytes, slab_bytes=config.slab_bytes, shared=config.shared)
+    owner = tenant_digest(config.exported_to) if config.exported_to else None
+    slab_bytes, shared = config.slab_bytes, config.shared
+    arena = Arena(config.dram_bytes, slab_bytes=slab_bytes, shared=shared, owner=owner)
     kept = KeptKeys(arena.capacity_bytes, clock)
-    dram = DramTier(arena, kept.guard(policy), clock, rooms.left_dram, kept.keeps)
+    owned = () if owner is None else (roots.tenant_of,)
+    dram = DramTier(arena, kept.guard(policy), clock, rooms.left_dram, kept.keeps, *owned)
     with ExitStack() as undo:
         undo.callback(arena.close)
         opened = open_remotes(config.remotes, given.connect, lock, clock)

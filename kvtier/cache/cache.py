@@ -30,6 +30,7 @@ from kvtier.obs.stats import CacheStats
 from kvtier.registry import connect as connect_url
 from kvtier.tiers.disk.files import FileSystem
 from kvtier.tiers.memory import ArenaHandle
+from kvtier.tiers.owned_memory import Region
 from kvtier.types import (
     Blocks,
     ChunkKey,
@@ -100,6 +101,14 @@ class Cache:
         handle = self._medium.arena.handle
         assert handle is not None, "the arena is not shared"
         return handle
+
+    def region_at(self, offset: int) -> Region | None:
+        """Return the file that a byte of the arena lies in, for its tenant's processes to map.
+
+        The chunk there is pinned meanwhile. None: nobody may; see the config's ``exported_to``.
+        """
+        with self._lock:
+            return self._medium.arena.region_at(offset)
 
     @property
     def codecs(self) -> KnownCodecs:

@@ -2,7 +2,8 @@
 
 A slab holds slots of exactly one shard size and is as long as a whole number of them, so no slab
 has a tail that fits nothing. A slab whose last slot is freed gives its extent back, and
-neighbouring extents join::
+neighbouring extents join. Where the memory has owners, a slab is one owner's, and what follows
+holds for each pair of owner and size::
 
     | slab: 5 x 11.8 MB | slab: 5 x 11.8 MB | free extent | slab: 16 x 4 MB | free extent |
 
@@ -36,6 +37,7 @@ from kvtier.constants import ALIGN_BYTES, SLAB_BYTES_DEFAULT
 from kvtier.errors import ConfigError
 from kvtier.tiers.extents import Extents
 from kvtier.tiers.memory import Memory, Progress
+from kvtier.tiers.owned_memory import OwnedMemory, Region
 from kvtier.types import Slot
 
 # A slab takes at most this share of the arena, so that a chunk whose shards have several sizes
@@ -50,6 +52,7 @@ class Slab:
     offset: int
     slot_bytes: int
     slot_count: int
+    owner: bytes
     free: list[int]
     used: set[int] = field(default_factory=set)
 
@@ -82,7 +85,8 @@ class Arena:
 
     ``allocate`` and ``free`` take O(log n) of the slabs (a slot of a slab that is new or goes
     also a move of n pointers: 20 microseconds at 100,000 slabs). With ``shared`` the memory is a
-    memfd that workers in other processes map by ``handle``. ``slab_bytes`` is what a slab strives
+    memfd that workers in other processes map by ``handle``. With ``owner``, whose it is at first,
+    it is made of files of owners; see ``OwnedMemory``. ``slab_bytes`` is what a slab strives
     for, less in an arena of few slabs; one that needs more for a single slot is longer. Mapping
     blocks; see ``Memory`` for ``progress`` and for the ``ConfigError`` of too large an arena.
     """
@@ -93,12 +97,18 @@ class Arena:
         *,
         slab_bytes: int = SLAB_BYTES_DEFAULT,
         shared: bool = False,
+        owner: bytes | None = None,
         progress: Progress | None = None,
     ) -> None:
         capacity_bytes -= capacity_bytes % ALIGN_BYTES
         if capacity_bytes <= 0:
             raise ConfigError(f"arena of {capacity_bytes} bytes; at least {ALIGN_BYTES} are needed")
-        self._memory = Memory(capacity_bytes, shared=shared, progress=progress)
+        self._memory: Memory | OwnedMemory
+        if owner is None:
+            self._memory = Memory(capacity_bytes, shared=shared, progress=progress)
+        else:
+            assert not shared, "workers would map what is of several files"
+            self._memory = OwnedMemory(capacity_bytes, owner, progress=progress)
         self.memory = self._memory.view
         self.handle = self._memory.handle
         #: Pages of 2 MiB: O_DIRECT at full speed needs no detour over memory that has them.
@@ -108,7 +118,7 @@ class Arena:
         self._used_bytes = 0
         self._extents = Extents(self.capacity_bytes)
         self._slabs: dict[int, Slab] = {}  # by offset
-        self._sizes: dict[int, _Size] = {}  # by slot size
+        self._sizes: dict[tuple[bytes, int], _Size] = {}  # by owner and slot size
         self._offsets: list[int] = []  # of all slabs, sorted: which slab a slot is in
 
     @property
@@ -120,19 +130,25 @@ class Arena:
         """Return a slot's bytes; the caller holds a pin for as long as it uses them."""
         return self.memory[slot.offset : slot.offset + slot.nbytes]
 
-    def allocate(self, nbytes: int) -> Slot | None:
+    def region_at(self, offset: int) -> Region | None:
+        """Return the owner's file that a byte lies in; None: nobody may map it."""
+        memory = self._memory
+        return memory.region_at(offset) if isinstance(memory, OwnedMemory) else None
+
+    def allocate(self, nbytes: int, owner: bytes = b"") -> Slot | None:
         """Give out a slot of exactly ``nbytes`` (a multiple of 4096), or None: no room as is.
 
-        The lowest slab that has one gives it, so that slabs high up run empty.
+        The lowest slab that has one gives it, so that slabs high up run empty. ``owner`` is
+        whose it is to be, where the memory has owners.
         """
         assert nbytes > 0, "an empty slot"
         assert nbytes % ALIGN_BYTES == 0, "slots are 4096-aligned"
-        slab = self._open_slab(nbytes) or self._new_slab(nbytes)
+        slab = self._open_slab(owner, nbytes) or self._new_slab(owner, nbytes)
         if slab is None:
             return None
         offset = slab.free.pop()
         slab.used.add(offset)
-        size = self._sizes[nbytes]
+        size = self._sizes[owner, nbytes]
         size.free_count -= 1
         if not slab.free:
             heapq.heappop(size.open_offsets)
@@ -142,7 +158,7 @@ class Arena:
     def free(self, slot: Slot) -> None:
         """Take a slot back. An empty slab gives up its extent to whatever size comes next."""
         slab = self._slab_of(slot)
-        size = self._sizes[slab.slot_bytes]
+        size = self._sizes[slab.owner, slab.slot_bytes]
         if not slab.free:
             heapq.heappush(size.open_offsets, slab.offset)
         slab.used.remove(slot.offset)
@@ -156,9 +172,9 @@ class Arena:
         """Return the live slabs, for the tier to choose one that shall be emptied."""
         return list(self._slabs.values())
 
-    def spare(self, slot_bytes: int) -> bool:
+    def spare(self, slot_bytes: int, owner: bytes = b"") -> bool:
         """Tell whether a size has more than one slab's worth of free slots."""
-        size = self._sizes.get(slot_bytes)
+        size = self._sizes.get((owner, slot_bytes))
         return size is not None and size.free_count > self._slot_count(slot_bytes)
 
     def close(self) -> None:
@@ -187,10 +203,13 @@ class Arena:
             if len(slab.free) + len(slab.used) != slab.slot_count:
                 raise AssertionError(f"slab at {slab.offset} has a slot twice")
         self._check_sizes()
+        if isinstance(self._memory, OwnedMemory):
+            self._memory.check_integrity()
 
     def _check_sizes(self) -> None:
-        for slot_bytes, size in self._sizes.items():
-            slabs = [s for s in self._slabs.values() if s.slot_bytes == slot_bytes]
+        for (owner, slot_bytes), size in self._sizes.items():
+            alike = (s for s in self._slabs.values() if s.owner == owner)
+            slabs = [s for s in alike if s.slot_bytes == slot_bytes]
             counted = (len(slabs), sum(len(s.free) for s in slabs))
             if counted != (size.slab_count, size.free_count) or not slabs:
                 raise AssertionError(f"slots of {slot_bytes} bytes: {size}, but {counted}")
@@ -198,7 +217,7 @@ class Arena:
             listed = sorted(offset for offset in size.open_offsets if offset in live)
             if listed != sorted(s.offset for s in slabs if s.free):
                 raise AssertionError(f"slabs with a free slot of {slot_bytes}: {listed} are listed")
-        if len({s.slot_bytes for s in self._slabs.values()}) != len(self._sizes):
+        if len({(s.owner, s.slot_bytes) for s in self._slabs.values()}) != len(self._sizes):
             raise AssertionError("a live size is not known")
 
     def _slot_count(self, slot_bytes: int) -> int:
@@ -214,25 +233,29 @@ class Arena:
         assert slot.offset in slab.used, "freed twice, or not a slot's start"
         return slab
 
-    def _open_slab(self, slot_bytes: int) -> Slab | None:
+    def _open_slab(self, owner: bytes, slot_bytes: int) -> Slab | None:
         """Return the lowest slab with a free slot of this size."""
-        size = self._sizes.get(slot_bytes)
+        size = self._sizes.get((owner, slot_bytes))
         while size is not None and size.open_offsets:
             slab = self._slabs.get(size.open_offsets[0])
-            if slab is not None and slab.slot_bytes == slot_bytes:
+            if slab is not None and (slab.owner, slab.slot_bytes) == (owner, slot_bytes):
                 return slab
             heapq.heappop(size.open_offsets)
         return None
 
-    def _new_slab(self, slot_bytes: int) -> Slab | None:
+    def _new_slab(self, owner: bytes, slot_bytes: int) -> Slab | None:
         extent = self._extents.take(slot_bytes, self._slot_count(slot_bytes))
         if extent is None:
             return None
         offset, count = extent
+        memory = self._memory
+        if isinstance(memory, OwnedMemory) and not memory.own(offset, count * slot_bytes, owner):
+            self._extents.give(offset, count * slot_bytes)
+            return None
         slots = range(offset, offset + count * slot_bytes, slot_bytes)
-        slab = self._slabs[offset] = Slab(offset, slot_bytes, count, [*reversed(slots)])
+        slab = self._slabs[offset] = Slab(offset, slot_bytes, count, owner, [*reversed(slots)])
         bisect.insort(self._offsets, offset)
-        size = self._sizes.setdefault(slot_bytes, _Size())
+        size = self._sizes.setdefault((owner, slot_bytes), _Size())
         size.slab_count += 1
         size.free_count += count
         size.open_offsets.append(offset)  # The heap was empty.
@@ -241,9 +264,9 @@ class Arena:
     def _drop_slab(self, slab: Slab) -> None:
         del self._slabs[slab.offset]
         del self._offsets[bisect.bisect_left(self._offsets, slab.offset)]
-        size = self._sizes[slab.slot_bytes]
+        size = self._sizes[slab.owner, slab.slot_bytes]
         size.slab_count -= 1
         size.free_count -= slab.slot_count
         if not size.slab_count:
-            del self._sizes[slab.slot_bytes]
+            del self._sizes[slab.owner, slab.slot_bytes]
         self._extents.give(slab.offset, slab.nbytes)

@@ -32,6 +32,11 @@ def _keeps_nothing(key: ChunkKey) -> bool:
     return False
 
 
+def _nobody(namespace: bytes) -> bytes:
+    del namespace
+    return b""
+
+
 class DramTier:
     """Owns slots, records and their order of leaving. Used under the cache's lock.
 
@@ -45,15 +50,18 @@ class DramTier:
         clock: Clock,
         on_evict: Callable[[ChunkKey], None],
         keeps: Callable[[ChunkKey], bool] = _keeps_nothing,
+        owner_of: Callable[[bytes], bytes] = _nobody,
     ) -> None:
         """What ``keeps`` tells of is never evicted, though nobody reads or writes it.
 
-        The policy that the factory makes must know that by itself.
+        The policy that the factory makes must know that by itself. ``owner_of`` a namespace is in
+        whose part of the arena its chunks lie.
         """
         self.arena = arena
         self.index: TierIndex[Slot] = TierIndex(self._reclaim)
         self._policy = policy(arena.capacity_bytes, self.index.pinned)
         self._keeps = keeps
+        self._owner_of = owner_of
         self._clock = clock
         self._on_evict = on_evict
         self._owners: dict[int, DramRecord] = {}  # by slot offset
@@ -84,7 +92,7 @@ class DramTier:
             return None
         for victim in victims:
             self._evict(victim)
-        places = self._place(entry, sizes)
+        places = self._place(entry, sizes, self._owner_of(namespace))
         if places is None:
             self._policy.remove(entry.key)
             return None
@@ -175,14 +183,16 @@ class DramTier:
             del self._owners[slot.offset]
             self.arena.free(slot)
 
-    def _place(self, entry: Entry, sizes: Mapping[ShardId, int]) -> dict[ShardId, Slot] | None:
+    def _place(
+        self, entry: Entry, sizes: Mapping[ShardId, int], owner: bytes
+    ) -> dict[ShardId, Slot] | None:
         """Give every shard a slot, in the order of ``sizes``, or take none."""
         places: dict[ShardId, Slot] = {}
         # Large slots first: small ones would stand in the way of the neighbours they need.
         for shard in sorted(sizes, key=sizes.__getitem__, reverse=True):
-            slot = self.arena.allocate(sizes[shard])
-            while slot is None and self._make_way(sizes[shard], entry):
-                slot = self.arena.allocate(sizes[shard])
+            slot = self.arena.allocate(sizes[shard], owner)
+            while slot is None and self._make_way(sizes[shard], entry, owner):
+                slot = self.arena.allocate(sizes[shard], owner)
             if slot is None:
                 for taken in places.values():
                     self.arena.free(taken)
@@ -190,12 +200,12 @@ class DramTier:
             places[shard] = slot
         return {shard: places[shard] for shard in sizes}
 
-    def _make_way(self, slot_bytes: int, entry: Entry) -> bool:
+    def _make_way(self, slot_bytes: int, entry: Entry, owner: bytes) -> bool:
         """Evict what stands in the way of a slot for an entry; False when nothing more may go.
 
-        Everything in one slab of another size, so that it changes hands: the emptiest of a size
-        that has slots to spare, else the coldest. When none can be emptied, the coldest chunk
-        that has a slot of this size.
+        Everything in one slab of another size or owner, so that it changes hands: the emptiest of
+        a size that has slots to spare, else the coldest. When none can be emptied, the coldest
+        chunk that has a slot of this size.
         """
         stays: set[ChunkKey] = set()
         above = self.index.get(entry.parent) if entry.parent is not None else None
@@ -207,10 +217,10 @@ class DramTier:
         own: list[tuple[float, int, set[ChunkKey]]] = []
         for slab in self.arena.slabs():
             leavers = {o: key for o in slab.used if (key := self._leaver(o, stays)) is not None}
-            if slab.slot_bytes == slot_bytes:
+            if slab.slot_bytes == slot_bytes and slab.owner == owner:
                 own += [(self._touched[key], o, {key}) for o, key in leavers.items()]
             elif len(leavers) == len(slab.used):
-                packed = not self.arena.spare(slab.slot_bytes)
+                packed = not self.arena.spare(slab.slot_bytes, slab.owner)
                 heat = max(self._touched[key] for key in leavers.values())
                 rank = heat if packed else len(slab.used) / slab.slot_count
                 others.append((packed, rank, slab.offset, set(leavers.values())))

@@ -174,7 +174,7 @@ def _map(nbytes: int, progress: Progress, *, shared: bool) -> tuple[mmap.mmap, i
             huge = nbytes >= HUGE_PAGE_BYTES and huge_on_advice("shmem_enabled")
             return *_map_memfd(nbytes, os.MFD_CLOEXEC, progress), huge
         mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        _populate(mapping, nbytes, progress)
+        populate(mapping, nbytes, progress)
         return mapping, -1, nbytes >= HUGE_PAGE_BYTES and huge_on_advice()
     except OSError as error:
         raise ConfigError(f"arena of {nbytes} bytes: the machine refuses: {error}") from error
@@ -197,15 +197,15 @@ def _map_memfd(nbytes: int, flags: int, progress: Progress) -> tuple[mmap.mmap, 
     try:
         os.ftruncate(descriptor, nbytes)
         mapping = mmap.mmap(descriptor, nbytes)
-        _populate(mapping, nbytes, progress)
+        populate(mapping, nbytes, progress)
     except OSError:
         os.close(descriptor)
         raise
     return mapping, descriptor
 
 
-def _populate(mapping: mmap.mmap, nbytes: int, progress: Progress) -> None:
-    """Fault every page in, huge ones where the kernel gives them."""
+def populate(mapping: mmap.mmap, nbytes: int, progress: Progress) -> None:
+    """Fault every page in, huge ones where the kernel gives them. Raises ``OSError``."""
     if nbytes >= HUGE_PAGE_BYTES:
         # A kernel without huge pages refuses the advice; everything works, only slower.
         with contextlib.suppress(OSError):
