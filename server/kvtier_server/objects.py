@@ -13,7 +13,7 @@ of its own plans. An object is stored with one byte behind it, because a payload
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,7 +24,7 @@ from kvtier.cache.match import Pending, Ready
 from kvtier.codecs.opaque import opaque_codec, opaque_layout
 from kvtier.interfaces import Clock
 from kvtier.keys import foreign_key
-from kvtier.types import Blocks, MissReason, Move, Namespace, Plan, Result
+from kvtier.types import Blocks, ChunkKey, MissReason, Move, Namespace, Plan, Result
 from kvtier.wire import Status
 
 _SCHEME: Final = "kvtier objects 1"
@@ -43,6 +43,14 @@ _STATUSES: Final[dict[MissReason, Status]] = {
     MissReason.NO_ROOM: Status.REFUSED,
     MissReason.QUOTA: Status.REFUSED,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where an object lies in an epoch; in the next one there is nothing."""
+
+    root: bytes
+    chunk: ChunkKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +113,25 @@ class Objects:
 
     async def contains(self, keys: Sequence[bytes], *, deadline: float) -> list[bool]:
         """Tell which keys have an object; what is not known by the deadline has none."""
-        return [bool(await self._codec_of(key, deadline)) for key in keys]
+        return [bool(await self._codec_of(self.address(key), deadline)) for key in keys]
+
+    def address(self, key: bytes) -> Address:
+        """Return where the object of a client's key lies now."""
+        root = self._cache.root(self._namespace)
+        return Address(root, foreign_key(root, _SCHEME, key))
 
     async def read(self, key: bytes, *, deadline: float) -> Held | Fault:
         """Bring an object up and hold it. The caller releases what it gets."""
+        return await self.bring(self.address(key), deadline=deadline)
+
+    async def bring(self, address: Address, *, deadline: float) -> Held | Fault:
+        """Do the same with the object at an address."""
         found: Held | MissReason = MissReason.CODEC
         for _ in range(_SIZE_TRIES):
-            codec = await self._codec_of(key, deadline)
+            codec = await self._codec_of(address, deadline)
             if codec is None or opaque_codec(codec) is None:
                 return Fault(Status.ABSENT)
-            found = await self._load(self._payload(key, _size_of(codec)), deadline)
+            found = await self._load(self._payload(address, _size_of(codec)), deadline)
             # A remote tells an object's size in its header alone, and that has been read now.
             if found is not MissReason.CODEC:
                 break
@@ -145,7 +162,7 @@ class Objects:
 
     async def reserve(self, key: bytes, nbytes: int, *, deadline: float) -> Filling | Fault:
         """Make room for a new object; the old one is gone from now on."""
-        payload = self._payload(key, nbytes + len(_BEHIND))
+        payload = self._payload(self.address(key), nbytes + len(_BEHIND))
         pause_s = _PAUSE_S_MIN
         while True:
             if self._cache.remove([payload.key])[0]:
@@ -166,7 +183,12 @@ class Objects:
 
     async def delete(self, keys: Sequence[bytes], *, deadline: float) -> bool:
         """Forget objects; False: by the deadline some could not go."""
-        left = [self._payload(key, None).key for key in keys]
+        chunks = [self.address(key).chunk for key in keys]
+        return await self.let_go(chunks, deadline=deadline)
+
+    async def let_go(self, chunks: Iterable[ChunkKey], *, deadline: float) -> bool:
+        """Do the same with the objects at some addresses."""
+        left = list(chunks)
         pause_s = _PAUSE_S_MIN
         while True:
             gone = self._cache.remove(left)
@@ -176,13 +198,12 @@ class Objects:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
-    def _payload(self, key: bytes, nbytes: int | None) -> Payload:
-        root = self._cache.root(self._namespace)
-        return Payload(self._namespace, root, foreign_key(root, _SCHEME, key), nbytes)
+    def _payload(self, address: Address, nbytes: int | None) -> Payload:
+        return Payload(self._namespace, address.root, address.chunk, nbytes)
 
-    async def _codec_of(self, key: bytes, deadline: float) -> str | None:
+    async def _codec_of(self, address: Address, deadline: float) -> str | None:
         """Return what says an object's size; None where there is no object."""
-        match = await self._match(self._payload(key, None), deadline)
+        match = await self._match(self._payload(address, None), deadline)
         return match.hits[0].codec if match is not None and match.hits else None
 
     async def _match(self, payload: Payload, deadline: float) -> Ready | None:
