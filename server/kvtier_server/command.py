@@ -2,140 +2,159 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import suppress
-from pathlib import Path
-from typing import Annotated, Final
+from functools import partial
+from typing import Annotated
 
 import typer
 
-from kvtier.config import CacheConfig, DiskConfig, RemoteConfig, parse_size
-from kvtier.constants import DAEMON_CONNECTIONS_MAX, DAEMON_DRAIN_S
-from kvtier.errors import ConfigError
-from kvtier.registry import connectors, import_problem, split_scheme
-from kvtier_server.credentials import Door, read_tokens
-from kvtier_server.settings import DaemonConfig, parse_address, tls_files
+from kvtier.registry import import_problem
+from kvtier_server.configure import configure
+from kvtier_server.options import LOG_LEVELS, Options, read_options
+from kvtier_server.settings import DaemonConfig
 
-#: A server below a server would be asked for what it asks for.
-_OWN: Final = ("kvtier", "kvtiers", "kvtier+unix")
-#: How settings of the cache are named on the command line.
-_OPTIONS: Final = {
-    "dram_bytes": "--dram",
-    "disk.path": "--disk",
-    "disk.more_paths": "--disk",
-    "disk.capacity_bytes": "--disk-bytes",
-    "tenant_quota_bytes": "--quota",
-    "policy": "--policy",
-    "disk.policy": "--policy",
-}
-_Paths = list[str] | None
+_Texts = list[str] | None
+_Text = str | None
+
+
+def _default(name: str) -> str:
+    """Return an option's default, to be shown: the options themselves know them."""
+    return str(getattr(Options(), name))
+
+
+_Listen = Annotated[
+    _Texts, typer.Option(metavar="HOST:PORT|unix:/PATH", help="Where to serve; repeatable.")
+]
+_Config = Annotated[
+    _Text,
+    typer.Option(
+        metavar="FILE.toml",
+        help="A file with any of these, named with underscores; what is given here wins.",
+    ),
+]
+_Http = Annotated[
+    _Text, typer.Option(metavar="HOST:PORT", help="Where operators look; default: nowhere")
+]
+_Dram = Annotated[
+    _Text,
+    typer.Option(metavar="SIZE", help="Memory for objects.", show_default=_default("dram")),
+]
+_Disk = Annotated[_Texts, typer.Option(metavar="PATH", help="A directory of its own; repeatable.")]
+_DiskBytes = Annotated[
+    _Text,
+    typer.Option(
+        metavar="SIZE",
+        help="Most that lies on disk, in all directories.",
+        show_default="100GiB",
+    ),
+]
+_Remote = Annotated[
+    _Texts, typer.Option(metavar="URL", help="What to ask for what is not here; repeatable.")
+]
+_Policy = Annotated[
+    _Text,
+    typer.Option(help="What leaves first, in every tier.", show_default=_default("policy")),
+]
+_Quota = Annotated[
+    _Text,
+    typer.Option(
+        metavar="SIZE",
+        help="Most that one credential may hold; 0: no bound.",
+        show_default=_default("quota"),
+    ),
+]
+_TokenFile = Annotated[
+    _Text, typer.Option(metavar="FILE", help="Lines 'name token', or one token.")
+]
+_AdminTokenFile = Annotated[
+    _Text, typer.Option(metavar="FILE", help="The token of whoever may change things by HTTP.")
+]
+_AllowUid = Annotated[
+    list[int] | None, typer.Option(help="Another user who may use Unix sockets; repeatable.")
+]
+_TlsCert = Annotated[_Text, typer.Option(metavar="FILE", help="Serve TLS on TCP.")]
+_TlsKey = Annotated[_Text, typer.Option(metavar="FILE", help="Its key.")]
+_ClientCa = Annotated[
+    _Text, typer.Option(metavar="FILE", help="Whose clients' certificates are asked for.")
+]
+_Insecure = Annotated[
+    bool | None, typer.Option("--insecure", help="Trust whoever reaches an address.")
+]
+_Connections = Annotated[
+    int | None,
+    typer.Option(help="Connections at a time.", show_default=_default("connections")),
+]
+_DrainSeconds = Annotated[
+    float | None,
+    typer.Option(
+        help="For what runs when it is told to stop.", show_default=_default("drain_seconds")
+    ),
+]
+_LogLevel = Annotated[
+    _Text,
+    typer.Option(
+        help=f"How much is logged: {', '.join(LOG_LEVELS)}.", show_default=_default("log_level")
+    ),
+]
 
 
 def daemon(
-    listen: Annotated[
-        list[str], typer.Option(metavar="HOST:PORT|unix:/PATH", help="Where to serve; repeatable.")
-    ],
-    http: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where operators look; default: nowhere")
-    ] = None,
-    dram: Annotated[str, typer.Option(metavar="SIZE", help="Memory for objects.")] = "4GiB",
-    disk: Annotated[
-        _Paths, typer.Option(metavar="PATH", help="A directory of its own; repeatable.")
-    ] = None,
-    disk_bytes: Annotated[
-        str, typer.Option(metavar="SIZE", help="Most that lies on disk, in all directories.")
-    ] = "100GiB",
-    remote: Annotated[
-        _Paths, typer.Option(metavar="URL", help="What to ask for what is not here; repeatable.")
-    ] = None,
-    policy: Annotated[str, typer.Option(help="What leaves first, in every tier.")] = "lru",
-    quota: Annotated[
-        str, typer.Option(metavar="SIZE", help="Most that one credential may hold; 0: no bound.")
-    ] = "0",
-    token_file: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Lines 'name token', or one token.")
-    ] = None,
-    allow_uid: Annotated[
-        list[int] | None, typer.Option(help="Another user who may use Unix sockets; repeatable.")
-    ] = None,
-    tls_cert: Annotated[str | None, typer.Option(metavar="FILE", help="Serve TLS on TCP.")] = None,
-    tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="Its key.")] = None,
-    client_ca: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Whose clients' certificates are asked for.")
-    ] = None,
-    insecure: Annotated[  # noqa: FBT002
-        bool, typer.Option("--insecure", help="Trust whoever reaches an address.")
-    ] = False,
-    connections: Annotated[
-        int, typer.Option(min=1, max=65_536, help="Connections at a time.")
-    ] = DAEMON_CONNECTIONS_MAX,
-    drain_seconds: Annotated[
-        float, typer.Option(min=0.0, max=3600.0, help="For what runs when it is told to stop.")
-    ] = DAEMON_DRAIN_S,
+    listen: _Listen = None,
+    config: _Config = None,
+    http: _Http = None,
+    dram: _Dram = None,
+    disk: _Disk = None,
+    disk_bytes: _DiskBytes = None,
+    remote: _Remote = None,
+    policy: _Policy = None,
+    quota: _Quota = None,
+    token_file: _TokenFile = None,
+    admin_token_file: _AdminTokenFile = None,
+    allow_uid: _AllowUid = None,
+    tls_cert: _TlsCert = None,
+    tls_key: _TlsKey = None,
+    client_ca: _ClientCa = None,
+    insecure: _Insecure = None,
+    connections: _Connections = None,
+    drain_seconds: _DrainSeconds = None,
+    log_level: _LogLevel = None,
 ) -> None:
-    """Serve a cache that many engines share, until SIGTERM or SIGINT."""
-    config = DaemonConfig(
-        listen=tuple(parse_address("--listen", each) for each in listen),
-        http=None if http is None else parse_address("--http", http),
-        cache=_cache_config(dram, disk or [], disk_bytes, remote or [], policy, quota),
-        door=Door(
-            None if token_file is None else read_tokens(token_file), frozenset(allow_uid or ())
-        ),
-        tls=tls_files(tls_cert, tls_key, client_ca),
-        insecure=insecure,
-        connections_max=connections,
-        drain_s=drain_seconds,
-    )
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    """Serve a cache that many engines share, until SIGTERM or SIGINT. SIGHUP: read all anew."""
+    told: dict[str, object] = {
+        "listen": listen,
+        "http": http,
+        "dram": dram,
+        "disk": disk,
+        "disk_bytes": disk_bytes,
+        "remote": remote,
+        "policy": policy,
+        "quota": quota,
+        "token_file": token_file,
+        "admin_token_file": admin_token_file,
+        "allow_uid": allow_uid,
+        "tls_cert": tls_cert,
+        "tls_key": tls_key,
+        "client_ca": client_ca,
+        "insecure": insecure,
+        "connections": connections,
+        "drain_seconds": drain_seconds,
+        "log_level": log_level,
+    }
+    given = {name: value for name, value in told.items() if value not in (None, [])}
+    read = partial(_read, config, given)
+    settings = read()
     try:
         from kvtier_server.program import run_daemon
     except ImportError as error:
         raise import_problem(error, "kvtier daemon") from error
-    run_daemon(config, _say)
+    run_daemon(settings, read, _say)
+
+
+def _read(path: str | None, given: dict[str, object]) -> DaemonConfig:
+    return configure(read_options(path, given))
 
 
 def _say(text: str) -> None:
     """Say it if anybody reads: a closed pipe must not end a server, nor keep it from draining."""
     with suppress(OSError):
         typer.echo(text, err=True)
-
-
-def _cache_config(
-    dram: str, disk: list[str], disk_bytes: str, remote: list[str], policy: str, quota: str
-) -> CacheConfig:
-    for url in remote:
-        _check_remote(url)
-    dram_bytes, quota_bytes = _size("--dram", dram), _size("--quota", quota)
-    try:
-        return CacheConfig(
-            dram_bytes,
-            _disk_config(disk, _size("--disk-bytes", disk_bytes), policy) if disk else None,
-            remotes=tuple(RemoteConfig(url, policy=policy) for url in remote),
-            policy=policy,
-            tenant_quota_bytes=quota_bytes,
-        )
-    except ConfigError as error:
-        name, separator, rest = str(error).partition(" = ")
-        raise ConfigError(f"{_OPTIONS.get(name, name)}{separator}{rest}") from error
-
-
-def _disk_config(disk: list[str], capacity_bytes: int, policy: str) -> DiskConfig:
-    paths = [str(Path(path).expanduser()) for path in disk]
-    return DiskConfig(paths[0], capacity_bytes, more_paths=tuple(paths[1:]), policy=policy)
-
-
-def _check_remote(url: str) -> None:
-    """Refuse what is no connector's, without showing the rest of a URL."""
-    scheme, separator, _ = url.partition("://")
-    known = [name for name in connectors.names() if name not in _OWN]
-    if not separator or split_scheme(scheme)[1] not in known:
-        shown = scheme if separator else "(hidden)"
-        allowed = f"URLs that start with {', '.join(known)} and ://"
-        raise ConfigError(f"--remote = {shown!r}: allowed are {allowed}")
-
-
-def _size(option: str, text: str) -> int:
-    try:
-        return parse_size(text)
-    except ConfigError as error:
-        raise ConfigError(f"{option} = {text!r}: {error}") from error

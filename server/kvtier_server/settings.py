@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import ssl
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +17,7 @@ from kvtier.constants import (
     DAEMON_IDLE_S_MAX,
 )
 from kvtier.errors import ConfigError
-from kvtier_server.credentials import Door
+from kvtier_server.credentials import Door, Tokens
 
 _PORT: Final = re.compile(r"[0-9]{1,5}")
 #: The longest path of a Unix socket: sun_path of unix(7) without its NUL.
@@ -61,30 +61,47 @@ class TlsFiles:
         """Return what the server needs. Raises ``ConfigError``."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self.renew(context)
+        if self.client_ca is not None:
+            try:
+                context.load_verify_locations(self.client_ca)
+            except OSError as error:
+                raise ConfigError(f"--client-ca: {error.strerror or error}") from error
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def renew(self, context: ssl.SSLContext) -> None:
+        """Have a context show what the files hold now to whoever connects from now on.
+
+        Raises ``ConfigError``.
+        """
         try:
             context.load_cert_chain(self.cert, self.key)
-            if self.client_ca is not None:
-                context.load_verify_locations(self.client_ca)
-                context.verify_mode = ssl.CERT_REQUIRED
         except OSError as error:
-            files = "--tls-cert, --tls-key, --client-ca"
-            raise ConfigError(f"{files}: {error.strerror or error}") from error
-        return context
+            raise ConfigError(f"--tls-cert, --tls-key: {error.strerror or error}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonConfig:
-    """Everything that the program is told."""
+    """Everything that the program is told.
+
+    With ``operators`` only their tokens may change anything by HTTP. ``quotas`` are those of single
+    credentials, in place of ``quota_bytes``; 0 is none.
+    """
 
     listen: tuple[Address, ...]
     cache: CacheConfig
     door: Door = field(repr=False)
     http: Address | None = None
+    operators: Tokens | None = field(default=None, repr=False)
+    quota_bytes: int = 0
+    quotas: Mapping[str, int] = field(default_factory=dict)
     tls: TlsFiles | None = None
     insecure: bool = False
     connections_max: int = DAEMON_CONNECTIONS_MAX
     idle_s: float = DAEMON_IDLE_S_MAX
     drain_s: float = DAEMON_DRAIN_S
+    log_level: str = "warning"
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` for a listener that anybody on a network could use."""
@@ -93,19 +110,54 @@ class DaemonConfig:
         names = [str(address) for address in self.listen if address.path or address.port]
         if len(set(names)) < len(names):
             raise ConfigError(f"--listen = {names}: allowed is each address once")
+        trusted = self.door.tokens is not None or self.door.certificates
         for address in self.listen:
-            self._check_trust("--listen", address, tls=self.tls)
+            self._check_trust("--listen", address, trusted, "--token-file, --client-ca")
         if self.http is not None:
-            self._check_trust("--http", self.http, tls=None)
+            trusted = self.door.tokens is not None or self.operators is not None
+            self._check_trust("--http", self.http, trusted, "--token-file, --admin-token-file")
 
-    def _check_trust(self, option: str, address: Address, *, tls: TlsFiles | None) -> None:
-        trusted = self.door.tokens is not None or (tls is not None and tls.client_ca is not None)
+    def _check_trust(self, option: str, address: Address, trusted: bool, ways: str) -> None:  # noqa: FBT001
         if not (address.loopback or trusted or self.insecure):
             raise ConfigError(
                 f"{option} = '{address}': whoever reaches this address could read and write "
-                "everything; allowed is a loopback address, --token-file"
-                f"{', --client-ca' if option == '--listen' else ''}, or --insecure"
+                f"everything; allowed is a loopback address, {ways}, or --insecure"
             )
+
+    @property
+    def socket_mode(self) -> int:
+        """The mode of Unix sockets: the door decides, where others may come."""
+        return 0o666 if self.door.uids else 0o600
+
+    def fixed(self) -> dict[str, object]:
+        """Return what cannot change while the server runs, by option."""
+        cache, tls, disk = self.cache, self.tls, self.cache.disk
+        return {
+            "listen": self.listen,
+            "http": self.http,
+            "dram": cache.dram_bytes,
+            "disk": None if disk is None else disk.paths,
+            "disk_bytes": None if disk is None else disk.capacity_bytes,
+            "remote": cache.remotes,
+            "policy": cache.policy,
+            "tls_cert": None if tls is None else tls.cert,
+            "tls_key": None if tls is None else tls.key,
+            "client_ca": None if tls is None else tls.client_ca,
+            "insecure": self.insecure,
+        }
+
+    def live(self) -> dict[str, object]:
+        """Return what can, by option; secrets are among it."""
+        return {
+            "quota": self.quota_bytes,
+            "quotas": dict(self.quotas),
+            "token_file": self.door.tokens,
+            "admin_token_file": self.operators,
+            "allow_uid": set(self.door.uids),
+            "connections": self.connections_max,
+            "drain_seconds": self.drain_s,
+            "log_level": self.log_level,
+        }
 
     def shown(self) -> dict[str, Any]:
         """Return all settings that are no secret; secrets are told to be there."""
@@ -120,8 +172,10 @@ class DaemonConfig:
             # There may be a password in the rest of a URL.
             "remote": [f"{each.url.partition('://')[0]}://***" for each in self.cache.remotes],
             "policy": self.cache.policy,
-            "quota_bytes": self.cache.tenant_quota_bytes,
+            "quota_bytes": self.quota_bytes,
+            "quotas": dict(self.quotas),
             "tokens": "***" if tokens is not None else None,
+            "admin_tokens": "***" if self.operators is not None else None,
             "credentials": [] if tokens is None else sorted(tokens.by_name),
             "uids": sorted(self.door.uids),
             "tls": None if self.tls is None else {"cert": self.tls.cert, "key": "***"},
@@ -130,6 +184,7 @@ class DaemonConfig:
             "connections_max": self.connections_max,
             "idle_s": self.idle_s,
             "drain_s": self.drain_s,
+            "log_level": self.log_level,
         }
 
 

@@ -124,11 +124,14 @@ def test_settings_that_contradict_are_refused() -> None:
     # TLS alone lets anybody in; certificates of clients do not.
     with pytest.raises(ConfigError, match="--insecure"):
         DaemonConfig((beyond,), cache, door, tls=tls_files("c", "k", None))
-    DaemonConfig((beyond,), cache, door, tls=tls_files("c", "k", "a"))
+    asked = Door(None, certificates=True)
+    DaemonConfig((beyond,), cache, asked, tls=tls_files("c", "k", "a"))
     DaemonConfig((beyond,), cache, Door(Tokens({"ann": b"x"})))
     DaemonConfig((beyond,), cache, door, insecure=True)
-    with pytest.raises(ConfigError, match="--http"):
-        DaemonConfig((Address("::1", 7),), cache, door, http=beyond)
+    with pytest.raises(ConfigError, match="--http.*--admin-token-file"):
+        DaemonConfig((Address("::1", 7),), cache, asked, http=beyond)
+    operators = Tokens({"default": b"x"})
+    DaemonConfig((Address("::1", 7),), cache, door, http=beyond, operators=operators)
     for cert, key, ca in (("c", None, None), (None, "k", None), (None, None, "a")):
         with pytest.raises(ConfigError, match="--tls-cert, --tls-key"):
             tls_files(cert, key, ca)

@@ -1,0 +1,89 @@
+"""From what the program was told to settings: texts parsed, files of secrets read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from kvtier.config import CacheConfig, DiskConfig, RemoteConfig, parse_size
+from kvtier.errors import ConfigError
+from kvtier.registry import connectors, split_scheme
+from kvtier_server.credentials import Door, Tokens, is_credential, read_tokens
+from kvtier_server.options import Options
+from kvtier_server.settings import DaemonConfig, parse_address, tls_files
+
+#: A server below a server would be asked for what it asks for.
+_OWN: Final = ("kvtier", "kvtiers", "kvtier+unix")
+#: How settings of the cache are named on the command line.
+_OPTIONS: Final = {
+    "dram_bytes": "--dram",
+    "disk.path": "--disk",
+    "disk.more_paths": "--disk",
+    "disk.capacity_bytes": "--disk-bytes",
+    "policy": "--policy",
+    "disk.policy": "--policy",
+}
+
+
+def configure(options: Options) -> DaemonConfig:
+    """Return the settings that options stand for. Raises ``ConfigError`` that names the option."""
+    for name in options.quotas:
+        if not is_credential(name):
+            raise ConfigError(f"quotas: {name!r} can be no credential's name")
+    tokens = None if options.token_file is None else read_tokens(options.token_file)
+    return DaemonConfig(
+        listen=tuple(parse_address("--listen", each) for each in options.listen),
+        http=None if options.http is None else parse_address("--http", options.http),
+        cache=_cache_config(options),
+        door=Door(tokens, frozenset(options.allow_uid), certificates=bool(options.client_ca)),
+        operators=_operators(options.admin_token_file),
+        quota_bytes=_size("--quota", options.quota),
+        quotas=dict(options.quotas),
+        tls=tls_files(options.tls_cert, options.tls_key, options.client_ca),
+        insecure=options.insecure,
+        connections_max=options.connections,
+        drain_s=options.drain_seconds,
+        log_level=options.log_level,
+    )
+
+
+def _operators(path: str | None) -> Tokens | None:
+    return None if path is None else read_tokens(path, "--admin-token-file")
+
+
+def _cache_config(options: Options) -> CacheConfig:
+    for url in options.remote:
+        _check_remote(url)
+    policy, dram_bytes = options.policy, _size("--dram", options.dram)
+    try:
+        return CacheConfig(
+            dram_bytes,
+            _disk_config(options) if options.disk else None,
+            remotes=tuple(RemoteConfig(url, policy=policy) for url in options.remote),
+            policy=policy,
+        )
+    except ConfigError as error:
+        name, separator, rest = str(error).partition(" = ")
+        raise ConfigError(f"{_OPTIONS.get(name, name)}{separator}{rest}") from error
+
+
+def _disk_config(options: Options) -> DiskConfig:
+    first, *more = [str(Path(path).expanduser()) for path in options.disk]
+    return DiskConfig(first, options.disk_bytes, more_paths=tuple(more), policy=options.policy)
+
+
+def _check_remote(url: str) -> None:
+    """Refuse what is no connector's, without showing the rest of a URL."""
+    scheme, separator, _ = url.partition("://")
+    known = [name for name in connectors.names() if name not in _OWN]
+    if not separator or split_scheme(scheme)[1] not in known:
+        shown = scheme if separator else "(hidden)"
+        allowed = f"URLs that start with {', '.join(known)} and ://"
+        raise ConfigError(f"--remote = {shown!r}: allowed are {allowed}")
+
+
+def _size(option: str, text: str) -> int:
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise ConfigError(f"{option} = {text!r}: {error}") from error
