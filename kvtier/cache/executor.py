@@ -217,10 +217,12 @@ class Executor:
         asyncio.set_event_loop(self._loop)
         ticking = self._loop.create_task(self._keep_ticking())
         self._loop.run_forever()
-        left = [*self._running, ticking]
-        for task in left:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        # What was begun last arrives while the others end: until there is no task any more.
+        while left := asyncio.all_tasks(self._loop):
+            for task in left:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        assert ticking.done(), "it was among them"
 
     async def _keep_ticking(self) -> None:
         while not self._closing.is_set():
