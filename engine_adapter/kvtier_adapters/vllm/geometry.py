@@ -1,0 +1,158 @@
+"""What a cache must know of vLLM's KV: read from vLLM's own configuration, never guessed.
+
+Whatever is not known for certain is a refusal, a sentence: then the connector switches itself off.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvtier.types import DTYPE_BYTES, GroupKind, KVGroup, KVLayout, Placement
+
+#: Attention that keeps K and V side by side, K first, unchanged in each token's row.
+PLAIN_BACKENDS: Final = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
+# Proposals that need no model of their own, whose KV would depend on tokens yet to come.
+_DRAFTLESS: Final = ("ngram", "ngram_gpu", "suffix")
+_LAYER: Final = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """One KV group of full attention. ``layer_names`` are in the model's order.
+
+    ``kv_heads`` counts all ranks together and ``rank_heads`` those of one. Of an ``opaque`` block
+    only the bytes are known.
+    """
+
+    layer_names: tuple[str, ...]
+    layers: tuple[int, ...]
+    kv_heads: int
+    rank_heads: int
+    head_dim: int
+    dtype: str
+    block_tokens: int
+    block_count: int
+    tp_size: int
+    opaque: bool
+    cache_dtype: str
+
+    def layout(self, chunk_tokens: int) -> KVLayout:
+        """Return how chunks of this KV are cut: a shard for each rank."""
+        group = KVGroup(
+            GroupKind.FULL, self.layers, self.kv_heads, self.head_dim, self.head_dim, self.dtype
+        )
+        return KVLayout((group,), chunk_tokens=chunk_tokens, head_groups=self.tp_size)
+
+    def placements(self) -> tuple[Placement, ...]:
+        """Return the workers that hold it, numbered by their rank."""
+        return tuple(Placement(rank, rank, self.tp_size) for rank in range(self.tp_size))
+
+    def form(self, version: str) -> str:
+        """Return what makes these blocks' bytes differ from others of the same KV, if anything.
+
+        Opaque bytes are read by the same machine's vLLM only, in blocks of the same size.
+        """
+        scales = "" if self.cache_dtype == "auto" else f"cache dtype {self.cache_dtype}"
+        if not self.opaque:
+            return scales
+        from torch import cpu
+
+        abilities = sorted(name for name, there in cpu.get_capabilities().items() if there is True)
+        return (
+            f"opaque blocks of {self.block_tokens} {scales}, vLLM {version}, "
+            f"{platform.machine()} {' '.join(abilities)}"
+        )
+
+
+def read_geometry(vllm_config: Any, kv_cache_config: Any, *, opaque: bool) -> Geometry | str:
+    """Return what vLLM's configuration says of its KV, or why the connector cannot serve it.
+
+    On a CPU blocks are opaque: there vLLM packs them as the machine's instructions like them.
+    """
+    refusal = _refusal(vllm_config, kv_cache_config)
+    if refusal:
+        return refusal
+    (group,) = kv_cache_config.kv_cache_groups
+    spec = group.kv_cache_spec
+    dtype = str(spec.dtype).removeprefix("torch.")
+    if dtype not in DTYPE_BYTES:
+        return f"KV of dtype {dtype} is not supported"
+    names = sort_layers(group.layer_names)
+    if names is None:
+        return f"the layers {list(group.layer_names)[:3]} .. have no numbers of their own"
+    parallel = vllm_config.parallel_config
+    tp_size = int(parallel.tensor_parallel_size)
+    kv_heads = int(vllm_config.model_config.get_total_num_kv_heads())
+    if max(1, kv_heads // tp_size) != spec.num_kv_heads:
+        return f"{kv_heads} KV heads on {tp_size} ranks do not make {spec.num_kv_heads} for each"
+    return Geometry(
+        layer_names=tuple(names.values()),
+        layers=tuple(names),
+        kv_heads=kv_heads,
+        rank_heads=int(spec.num_kv_heads),
+        head_dim=int(spec.head_size),
+        dtype=dtype,
+        block_tokens=int(spec.block_size),
+        block_count=int(kv_cache_config.num_blocks),
+        tp_size=tp_size,
+        opaque=opaque or vllm_config.device_config.device_type == "cpu",
+        cache_dtype=str(vllm_config.cache_config.cache_dtype),
+    )
+
+
+def sort_layers(names: Sequence[str]) -> dict[int, str] | None:
+    """Return layers' names by their number in the model; None unless each has one of its own."""
+    numbered: dict[int, str] = {}
+    for name in names:
+        found = _LAYER.search(name)
+        if found is None or int(found[1]) in numbered:
+            return None
+        numbered[int(found[1])] = name
+    return dict(sorted(numbered.items()))
+
+
+def _refusal(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Return why this configuration is not served; an empty text where it is."""
+    parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
+    for name in (
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
+        if getattr(parallel, name, 1) > 1:
+            return f"{name} = {getattr(parallel, name)} is not supported"
+    if speculative is not None and speculative.method not in _DRAFTLESS:
+        return f"speculative decoding by {speculative.method!r} is not supported"
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        return "KV scales that are calculated while serving are not supported"
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        return f"a model with {len(groups)} KV cache groups is not supported"
+    spec = groups[0].kv_cache_spec
+    if type(spec).__name__ != "FullAttentionSpec":
+        return f"KV of {type(spec).__name__} is not supported"
+    content = getattr(spec, "state_content_bytes", None), getattr(spec, "num_head_slots", None)
+    if content != (None, None) or getattr(spec, "tokens_per_state", 1) != 1:
+        return "packed or compressed KV blocks are not supported"
+    value_dim = getattr(spec, "head_size_v", None) or spec.head_size
+    if value_dim != spec.head_size:
+        return f"K of {spec.head_size} values and V of {value_dim} are not supported"
+    return ""
+
+
+def block_end(tokens: int, block_tokens: int) -> int:
+    """Return where the last whole block before a token ends."""
+    return tokens - tokens % block_tokens
+
+
+def load_range(found: int, matched: int, prompt: int, block_tokens: int) -> range:
+    """Return the tokens to load of a prompt of which vLLM has the first ``found``.
+
+    Whole blocks, and at least one token of the prompt is left to compute.
+    """
+    end = block_end(min(matched, prompt - 1), block_tokens)
+    return range(found, max(found, end))

@@ -1,0 +1,262 @@
+"""The connector beside vLLM's scheduler: engine types in, cache calls out.
+
+One thread, the scheduler's, and no call waits. A cache that raises is a cache that answers no.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from kvtier.cache.cache import Cache
+from kvtier.cache.match import Pending, Ready
+from kvtier.errors import KVTierError
+from kvtier.interfaces import Clock
+from kvtier.keys import namespace_digest
+from kvtier.obs.stats import CacheStats
+from kvtier.tiers.memory import ArenaHandle
+from kvtier.types import Namespace
+from kvtier_adapters.vllm.geometry import block_end, load_range
+from kvtier_adapters.vllm.guard import Guard
+from kvtier_adapters.vllm.loads import LoadDesk
+from kvtier_adapters.vllm.messages import Answers, Orders
+from kvtier_adapters.vllm.requests import (
+    Followed,
+    computed_tokens,
+    reads_cache,
+    request_features,
+    request_namespace,
+    uses_cache,
+)
+from kvtier_adapters.vllm.step_times import Share, StepTimes
+from kvtier_adapters.vllm.stores import StoreDesk
+
+_log = logging.getLogger("kvtier.vllm")
+_NOTHING: Final[tuple[int | None, bool]] = (0, False)
+
+
+@dataclass(frozen=True, slots=True)
+class Duties:
+    """What this engine does: one that only makes KV loads none, one that only uses it stores none.
+
+    With more than ``running_max`` requests new ones wait, and what they will need is prefetched.
+    """
+
+    block_tokens: int
+    running_max: int
+    loads: bool = True
+    stores: bool = True
+
+
+class SchedulerSide:
+    """Finds, loads and stores KV for vLLM's requests, by orders to the workers once a step."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        namespace: Namespace,
+        duties: Duties,
+        clock: Clock,
+        arena: ArenaHandle | None,
+    ) -> None:
+        """``arena`` is told to workers in other processes; None: all are in this one."""
+        self._cache = cache
+        self._namespace = namespace
+        self._duties = duties
+        self._clock = clock
+        self._arena = arena
+        self._guard = Guard(clock)
+        self._followed: dict[str, Followed] = {}
+        self._loads = LoadDesk(cache, self._guard, duties.block_tokens)
+        self._stores = StoreDesk(cache, self._guard, duties.block_tokens)
+        self._times = StepTimes()
+        self._off = ""
+        self._hints_refused = False
+
+    @property
+    def busy(self) -> bool:
+        """Tell whether more steps are needed, even without requests."""
+        return self._loads.busy or self._stores.busy
+
+    @property
+    def off(self) -> str:
+        """Why nothing is loaded or stored any more; an empty text while it is."""
+        return self._off
+
+    @property
+    def faults(self) -> int:
+        """How often the cache has raised."""
+        return self._guard.faults
+
+    def stats(self) -> CacheStats:
+        """Count everything, now."""
+        return self._cache.stats()
+
+    def bind(self, block_pool: Any) -> None:
+        """Take vLLM's block pool. Without it nothing is stored: blocks could be reused early."""
+        self._stores.held.bind(block_pool)
+
+    def arrived(self, request: Any) -> None:
+        """Take note of a new request; where it will have to wait, bring its KV up meanwhile."""
+        if not self._reads(request) or len(self._followed) < self._duties.running_max:
+            return
+        self._guard.call_boundary(lambda: self._prefetch(request), None)
+
+    def lookup(self, request: Any, found: int) -> tuple[int | None, bool]:
+        """Return how many tokens behind the first ``found`` can be loaded, and whether any.
+
+        None: not known yet, which lasts no longer than the cache's own deadline.
+        """
+        if not self._reads(request):
+            return _NOTHING
+        return self._guard.call_boundary(lambda: self._lookup(request, found), _NOTHING)
+
+    def allocated(self, request: Any, block_ids: list[int], tokens: int) -> None:
+        """Take note of a request's blocks, and begin to load ``tokens`` of what was found."""
+        followed = self._guard.call_boundary(lambda: self._follow(request), None)
+        if followed is None:
+            assert not tokens, "loads are offered for requests that are followed"
+            return
+        followed.table = list(block_ids)
+        match = followed.match
+        if match is not None and not followed.admitted:
+            followed.admitted = True
+            found, asked, choice = followed.found, request.num_tokens, followed.choice
+            self._guard.call_boundary(
+                lambda: self._cache.note_admission(match, found, asked, choice), None
+            )
+        if tokens:
+            self._loads.begin(request.request_id, followed, tokens)
+
+    def orders(self, output: Any) -> Orders:
+        """Return what the workers are to do in the step that ``output`` schedules."""
+        self._track(output)
+        shares = []
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            followed = self._followed.get(request_id)
+            if followed is not None:
+                computed = computed_tokens(followed.request)
+                shares.append(Share(computed, tokens))
+                self._offer(followed, followed.table, computed)
+        self._times.began(self._clock.now(), shares)
+        loads, ends = self._loads.advance()
+        return Orders(loads, self._stores.take(), ends, self._arena)
+
+    def answered(self, answers: Answers) -> None:
+        """Take what the workers say, and let blocks go that stores have done with."""
+        for refusal in answers.refusals:
+            self.switch_off(refusal)
+        self._loads.answered(answers.results)
+        self._guard.call_boundary(lambda: self._cache.finish(answers.results), None)
+        self._stores.release_answered()
+
+    def step_ended(self) -> None:
+        """Learn from how long the oldest step that was not done took."""
+        prefill = self._times.ended(self._clock.now())
+        if prefill is not None:
+            start, tokens, seconds = prefill.start_token, prefill.tokens, prefill.seconds
+            note = self._cache.costs.note_prefill
+            self._guard.call_boundary(lambda: note(start, tokens, seconds), None)
+
+    def finished(self, request: Any, block_ids: list[int]) -> None:
+        """Store what is left of a request that has ended, and forget it."""
+        self._loads.cancel(request.request_id)
+        followed = self._followed.pop(request.request_id, None)
+        if followed is not None:
+            followed.offered_chunks = followed.stored_chunks
+            self._offer(followed, block_ids, computed_tokens(request))
+
+    def reset(self) -> bool:
+        """Make all KV of this model unreachable, at once; False where that did not hold everywhere.
+
+        While loads are under way nothing changes, and the answer is False too.
+        """
+        if self._loads.running:
+            return False
+        try:
+            self._cache.invalidate(self._namespace)
+        except KVTierError as error:
+            _log.warning("the reset holds in this process and is not durable yet: %s", error)
+            return False
+        return True
+
+    def switch_off(self, reason: str) -> None:
+        """Load and store nothing from now on."""
+        if not self._off:
+            self._off = reason
+            _log.warning("KVTier is switched off: %s", reason)
+
+    def close(self) -> None:
+        """Write out what is left and end the cache; see ``Cache.close``."""
+        self._cache.close()
+
+    def _reads(self, request: Any) -> bool:
+        served = self._duties.loads and not self._off
+        return served and uses_cache(request) and reads_cache(request)
+
+    def _lookup(self, request: Any, found: int) -> tuple[int | None, bool]:
+        followed = self._follow(request)
+        followed.found, followed.match, followed.choice = found, None, None
+        if followed.disappointed:
+            return _NOTHING
+        followed.append_known()
+        match = self._cache.match(followed.sequence)
+        if isinstance(match, Pending):
+            return None, False
+        size = self._duties.block_tokens
+        tokens = load_range(found, match.tokens, request.num_tokens, size)
+        followed.match = match
+        if tokens:
+            choice = self._cache.costs.choose(match, tokens.start, tokens.stop)
+            followed.choice = choice
+            end = block_end(min(choice.end_token, tokens.stop), size)
+            tokens = range(found, max(found, end))
+        return len(tokens), bool(tokens)
+
+    def _prefetch(self, request: Any) -> None:
+        followed = self._follow(request)
+        followed.append_known()
+        match = self._cache.match(followed.sequence)
+        if isinstance(match, Ready) and match.hits:
+            self._cache.prefetch(match)
+
+    def _follow(self, request: Any) -> Followed:
+        """Return what is known of a request; begin to hash a new one's tokens."""
+        followed = self._followed.get(request.request_id)
+        if followed is None:
+            features, wrong = request_features(request.kv_transfer_params)
+            if wrong and not self._hints_refused:
+                self._hints_refused = True
+                _log.warning("hints of request %s are ignored: %s", request.request_id, wrong)
+            sequence = self._cache.sequence(self._request_namespace(request), features=features)
+            followed = self._followed[request.request_id] = Followed(request, sequence)
+        return followed
+
+    def _request_namespace(self, request: Any) -> Namespace:
+        """Return a request's namespace; one derived from ours follows our epoch once it is raised.
+
+        A reset raises the epoch of ours alone, and must reach all tenants and adapters.
+        """
+        root, base = self._cache.root(self._namespace), self._namespace
+        own = request_namespace(base, request)
+        if own == base or root == namespace_digest(base):
+            return own
+        return replace(own, weights_id=f"{own.weights_id} {root.hex()}")
+
+    def _offer(self, followed: Followed, table: list[int], computed: int) -> None:
+        if self._duties.stores and not self._off and uses_cache(followed.request):
+            self._stores.offer(followed, table, computed)
+
+    def _track(self, output: Any) -> None:
+        """Keep the block tables: whole ones of requests that begin or resume, else what is new."""
+        for new in output.scheduled_new_reqs:
+            if (followed := self._followed.get(new.req_id)) is not None:
+                followed.table = list(new.block_ids[0])
+        cached = output.scheduled_cached_reqs
+        for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            followed = self._followed.get(request_id)
+            if followed is None or blocks is None:
+                continue
+            kept = [] if request_id in cached.resumed_req_ids else followed.table
+            followed.table = [*kept, *blocks[0]]

@@ -1,0 +1,251 @@
+"""From vLLM's configuration to the two sides: what is read where, and what is opened for it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kvtier.cache.cache import Cache
+from kvtier.cache.warm_up import warm_up
+from kvtier.cache.worker import CacheWorker
+from kvtier.clock import SystemClock
+from kvtier.codecs.calibration_copies import CalibrationCopies
+from kvtier.codecs.known import KnownCodecs
+from kvtier.codecs.rope import rope_of_config
+from kvtier.config import CacheConfig
+from kvtier.constants import MIB
+from kvtier.errors import ConfigError
+from kvtier.interfaces import Clock
+from kvtier.tiers.memory import map_arena
+from kvtier.types import Fidelity, Namespace, Placement
+from kvtier_adapters.vllm.geometry import Geometry, read_geometry
+from kvtier_adapters.vllm.identity import weights_id
+from kvtier_adapters.vllm.messages import Orders
+from kvtier_adapters.vllm.options import BlockForm, Options, parse_options
+from kvtier_adapters.vllm.pool import VllmPool, open_pool
+from kvtier_adapters.vllm.scheduler_side import Duties, SchedulerSide
+from kvtier_adapters.vllm.versions import check_version
+from kvtier_adapters.vllm.worker_side import WorkerSide
+
+_log = logging.getLogger("kvtier.vllm")
+
+#: What a config says of itself rather than of the model.
+_ASIDE: Final = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
+_WARM_UP_BYTES: Final = 64 * MIB
+
+#: Caches of this process by vLLM's engine id, for workers beside them.
+_CACHES: dict[str, Cache] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What both sides know. ``geometry`` as a text says why the connector is switched off."""
+
+    engine_id: str
+    options: Options
+    geometry: Geometry | str
+    namespace: Namespace | None
+    config: CacheConfig | None
+    duties: Duties
+    rank: int
+    backends: Mapping[str, Any]
+    clock: Clock
+
+
+def read_setup(vllm_config: Any, kv_cache_config: Any, version: str) -> Setup:
+    """Read everything once. Raises ``ConfigError`` for what the user has to change."""
+    transfer = vllm_config.kv_transfer_config
+    options = parse_options(transfer.kv_connector_extra_config)
+    check_version(version, forced=options.any_version)
+    if transfer.kv_load_failure_policy != "recompute":
+        raise ConfigError(
+            f"kv_load_failure_policy = {transfer.kv_load_failure_policy!r}: what a tier has lost "
+            "would be an error to the client; allowed is 'recompute'"
+        )
+    opaque = options.blocks is BlockForm.OPAQUE
+    geometry = read_geometry(vllm_config, kv_cache_config, opaque=opaque)
+    namespace, config, block_tokens = None, None, 1
+    if isinstance(geometry, Geometry):
+        block_tokens = geometry.block_tokens
+        config = _cache_config(vllm_config, options, geometry)
+        namespace = _namespace(vllm_config, options, geometry, config, version)
+    duties = Duties(
+        block_tokens=block_tokens,
+        running_max=int(vllm_config.scheduler_config.max_num_seqs),
+        loads=transfer.kv_role != "kv_producer",
+        stores=transfer.kv_role != "kv_consumer",
+    )
+    return Setup(
+        engine_id=str(transfer.engine_id),
+        options=options,
+        geometry=geometry,
+        namespace=namespace,
+        config=config,
+        duties=duties,
+        rank=int(vllm_config.parallel_config.rank),
+        backends=vllm_config.compilation_config.static_forward_context,
+        clock=SystemClock(),
+    )
+
+
+def open_scheduler_side(setup: Setup) -> SchedulerSide | None:
+    """Open the cache; None, with a warning that says why, where this model is not served.
+
+    Maps the arena, about a second per 4 GiB. Raises ``ConfigError`` or ``RegistryError`` for
+    settings that cannot be.
+    """
+    if setup.namespace is None or setup.config is None:
+        _log.warning("KVTier is switched off: %s", setup.geometry)
+        return None
+    cache = Cache(setup.config, clock=setup.clock)
+    _CACHES[setup.engine_id] = cache
+    cache.prepare(setup.namespace)
+    arena = cache.arena_handle if setup.config.shared else None
+    return SchedulerSide(cache, setup.namespace, setup.duties, setup.clock, arena)
+
+
+def close_scheduler_side(setup: Setup, side: SchedulerSide) -> None:
+    """Write out what is left and end the cache."""
+    _CACHES.pop(setup.engine_id, None)
+    side.close()
+
+
+def open_worker_side(setup: Setup) -> WorkerSide | None:
+    """Return what serves one rank, without a pool yet; None where this model is not served."""
+    if not isinstance(setup.geometry, Geometry):
+        return None
+    tp_size = setup.geometry.tp_size
+    rank = setup.rank % tp_size
+    return WorkerSide(Placement(rank, rank, tp_size))
+
+
+def register_pool(setup: Setup, side: WorkerSide, kv_caches: dict[str, Any]) -> None:
+    """Give a rank its KV cache, or have it refuse what is not as the configuration says.
+
+    On CUDA kernels are compiled here, which takes seconds, rather than at the first load.
+    """
+    geometry = setup.geometry
+    assert isinstance(geometry, Geometry), "a side is opened for a known geometry only"
+    backends = {name: _backend(setup.backends.get(name)) for name in geometry.layer_names}
+    pool = open_pool(geometry, kv_caches, backends)
+    if isinstance(pool, str):
+        side.refuse(pool)
+        return
+    if pool.stream:
+        _warm_up(setup, pool)
+    side.serve(lambda orders: _open_worker(setup, side.placement, pool, orders))
+
+
+def _open_worker(
+    setup: Setup, placement: Placement, pool: VllmPool, orders: Orders
+) -> CacheWorker | str:
+    """Reach the arena: the cache's own in this process, else by the handle in the orders."""
+    cache = _CACHES.get(setup.engine_id)
+    if cache is not None:
+        worker = CacheWorker(placement, cache.arena, codecs=cache.codecs, clock=setup.clock)
+    elif orders.arena is not None:
+        codecs = _codecs(setup)
+        worker = CacheWorker(placement, map_arena(orders.arena), codecs=codecs, clock=setup.clock)
+    else:
+        return "the cache is in another process, and its arena is not shared"
+    worker.register_pool(pool)
+    return worker
+
+
+def _codecs(setup: Setup) -> KnownCodecs:
+    """Return codecs for a process without the cache, with the calibrations that lie on disk."""
+    assert setup.config is not None
+    assert setup.namespace is not None
+    paths = setup.config.disk.paths if setup.config.disk else ()
+    codecs = KnownCodecs(CalibrationCopies(list(map(Path, paths))) if paths else None)
+    codecs.find(setup.namespace, setup.config.codecs)
+    return codecs
+
+
+def _warm_up(setup: Setup, pool: VllmPool) -> None:
+    """Compile the kernels with an arena that nobody else uses, before vLLM computes anything."""
+    assert setup.config is not None
+    assert setup.namespace is not None
+    codecs = _codecs(setup)
+    names = [codecs.packing(name, setup.namespace) for name in setup.config.codecs]
+    arena = memoryview(bytearray(_WARM_UP_BYTES))
+    worker = CacheWorker(Placement(), arena, codecs=codecs, clock=setup.clock)
+    worker.register_pool(pool)
+    geometry, layout = setup.geometry, setup.namespace.layout
+    assert isinstance(geometry, Geometry)
+    if geometry.tp_size == 1:
+        blocks = geometry.block_tokens
+        warm_up(worker, codecs, names, layout, block_tokens=blocks, arena_bytes=_WARM_UP_BYTES)
+    worker.close()
+
+
+def _backend(layer: Any) -> str:
+    """Return the name of a layer's attention, or ``unknown``."""
+    backend = getattr(layer, "attn_backend", None)
+    return str(backend.get_name()) if backend is not None else "unknown"
+
+
+def _cache_config(vllm_config: Any, options: Options, geometry: Geometry) -> CacheConfig:
+    """Return the cache's settings: each data-parallel engine has a folder of its own on disk."""
+    parallel = vllm_config.parallel_config
+    apart = int(parallel.data_parallel_size) > 1
+    folder = f"engine-{int(parallel.data_parallel_rank)}" if apart else ""
+    shared = int(parallel.world_size) > 1 or parallel.distributed_executor_backend not in {
+        None,
+        "uni",
+    }
+    return options.cache_config(geometry.placements(), shared=shared, folder=folder)
+
+
+def _namespace(
+    vllm_config: Any, options: Options, geometry: Geometry, config: CacheConfig, version: str
+) -> Namespace:
+    """Return the namespace of this engine's KV, without a request's salt and adapter."""
+    known = KnownCodecs()
+    lossy = [name for name in config.codecs if not known.get(name).traits.exact]
+    form = geometry.form(version)
+    if lossy and form:
+        raise ConfigError(
+            f"codec {lossy[0]!r} needs K and V as they are, and here blocks are {form!r}; "
+            "allowed is 'raw'"
+        )
+    model = vllm_config.model_config
+    values = {**model.hf_config.to_dict(), "quantization": model.quantization}
+    plain = {name: value for name, value in values.items() if name not in _ASIDE}
+    identity = options.weights_id or weights_id(
+        str(model.model),
+        str(model.revision or "main"),
+        str(vllm_config.load_config.load_format),
+        plain,
+        snapshot=_snapshot,
+    )
+    return Namespace(
+        weights_id=identity,
+        layout=geometry.layout(options.chunk_tokens_for(geometry.block_tokens)),
+        rope=_rope(model.hf_text_config.to_dict()),
+        kv_scales_id=form,
+        fidelity=Fidelity.LOSSY if lossy else Fidelity.EXACT,
+    )
+
+
+def _rope(values: Mapping[str, Any]) -> str:
+    """Return the rotary embedding's canonical text; one that is not known, by its digest."""
+    try:
+        return rope_of_config(values).text
+    except ConfigError:
+        said = {name: value for name, value in values.items() if "rope" in name}
+        text = json.dumps(said, sort_keys=True, default=str)
+        return f"unknown;{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _snapshot(model: str, revision: str) -> Path | None:
+    """Return the folder of a model in the hub's cache on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model, "config.json", revision=revision)
+    return Path(found).parent if isinstance(found, str) else None

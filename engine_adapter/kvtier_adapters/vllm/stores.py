@@ -1,0 +1,103 @@
+"""Stores: which chunks of a request are offered, and the blocks that they are read from."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from kvtier.cache.cache import Cache
+from kvtier.types import Blocks, Plan
+from kvtier_adapters.vllm.guard import Guard
+from kvtier_adapters.vllm.requests import Followed
+
+
+class HeldBlocks:
+    """References to blocks of vLLM's pool, by the plan that reads them.
+
+    A request that ends or is preempted gives back its own references only, so nobody writes into a
+    block that is being packed.
+    """
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._held: dict[int, list[Any]] = {}
+
+    @property
+    def bound(self) -> bool:
+        """Tell whether vLLM has given its pool."""
+        return self._pool is not None
+
+    @property
+    def plans(self) -> list[int]:
+        """The plans that blocks are held for."""
+        return list(self._held)
+
+    def bind(self, pool: Any) -> None:
+        """Take vLLM's block pool: ``blocks`` by id, ``touch`` and ``free_blocks``."""
+        self._pool = pool
+
+    def hold(self, plan_id: int, block_ids: list[int]) -> None:
+        """Take a reference to each block for a plan."""
+        blocks = [self._pool.blocks[block_id] for block_id in block_ids]
+        self._pool.touch(blocks)
+        self._held[plan_id] = blocks
+
+    def release(self, plan_id: int) -> None:
+        """Give a plan's references back, the last block first: it is the first to be reused."""
+        self._pool.free_blocks(reversed(self._held.pop(plan_id)))
+
+
+class StoreDesk:
+    """Offers what requests have computed. The scheduler's thread only."""
+
+    def __init__(self, cache: Cache, guard: Guard, block_tokens: int) -> None:
+        self._cache = cache
+        self._guard = guard
+        self._block_tokens = block_tokens
+        self._plans: list[Plan] = []
+        self.held = HeldBlocks()
+
+    @property
+    def busy(self) -> bool:
+        """Tell whether a store has to go out or to be answered."""
+        return bool(self._plans or self.held.plans)
+
+    def offer(self, followed: Followed, table: list[int], computed: int) -> None:
+        """Store every chunk that has been computed and was not offered; the cache skips its own.
+
+        ``computed`` tokens are in the blocks of ``table`` when the workers get their next orders.
+        """
+        sequence, size = followed.sequence, self._block_tokens
+        chunk_blocks = sequence.chunk_tokens // size
+        end = min(computed // sequence.chunk_tokens, len(table) // chunk_blocks)
+        if end <= followed.offered_chunks or not self.held.bound:
+            return
+        followed.append_known()
+        followed.offered_chunks = end
+        chunks = range(followed.stored_chunks, end)
+        ids = table[chunks.start * chunk_blocks : end * chunk_blocks]
+        blocks = Blocks(chunks.start * sequence.chunk_tokens, (tuple(ids),), size)
+        plan = self._guard.call_boundary(
+            lambda: self._cache.begin_store(sequence, chunks, blocks), None
+        )
+        if plan is None:
+            return
+        # A plan takes what there was room for; what comes behind it is offered at the end again.
+        moved = {block_id for move in plan.moves for block_id in move.block_ids}
+        taken = [block_id for block_id in ids if block_id in moved]
+        blocks_done = chunks.start * chunk_blocks + ids.index(taken[-1]) + 1
+        followed.stored_chunks = blocks_done // chunk_blocks
+        self.held.hold(plan.plan_id, taken)
+        self._plans.append(plan)
+
+    def take(self) -> tuple[Plan, ...]:
+        """Return the stores that go out now."""
+        plans, self._plans = tuple(self._plans), []
+        return plans
+
+    def release_answered(self) -> None:
+        """Let go of the blocks of stores that every worker has answered."""
+        for plan_id in self.held.plans:
+            done = partial(self._cache.store_done, plan_id)
+            if self._guard.call_boundary(done, otherwise=False):
+                self.held.release(plan_id)

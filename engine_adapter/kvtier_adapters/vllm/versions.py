@@ -1,0 +1,39 @@
+"""What differs between the versions of vLLM that the connector is written for.
+
+vLLM calls its connectors' interface experimental and changes it with most minor versions, so a
+version that was never tried is refused: a connector that half works is worth less than none.
+
+What both of these versions do, and the connector leans on:
+
+- The end of a load is told by the worker, as the request's id, and blocks that did not come as
+  block ids in the same step. Such a request is computed from its first bad block on.
+- ``get_kv_connector_stats`` of the scheduler's connector is called at the end of every step.
+- Each layer's cache is a view ``[blocks, kv_heads, tokens, content]`` of any strides.
+
+What differs is only when orders reach the worker: 0.26 begins loads before a step's forward and
+0.32 behind it. Both launch all earlier steps before, which is what stores need.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from kvtier.errors import ConfigError
+
+#: Minor versions that the connector is tested against.
+TESTED: Final = ((0, 26), (0, 32))
+
+_VERSION: Final = re.compile(r"(\d+)\.(\d+)\.")
+
+
+def check_version(version: str, *, forced: bool) -> None:
+    """Raise ``ConfigError`` for a version of vLLM that is not tested, unless it is forced."""
+    match = _VERSION.match(version)
+    if forced or (match is not None and (int(match[1]), int(match[2])) in TESTED):
+        return
+    known = " and ".join(f"{major}.{minor}" for major, minor in TESTED)
+    raise ConfigError(
+        f"vLLM {version}: the connector is tested with {known}; to try it all the same, set "
+        '"any_version": true in kv_connector_extra_config'
+    )
