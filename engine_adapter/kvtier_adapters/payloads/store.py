@@ -1,0 +1,112 @@
+"""The cache behind a plug, and its faces: one for each kind of payload that the engine has."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from kvtier.cache.cache import Cache
+from kvtier.cache.keyed import KeyedCache, Source, Target
+from kvtier.clock import SystemClock
+from kvtier.codecs.opaque import opaque_layout
+from kvtier.interfaces import Clock
+from kvtier.types import Namespace
+from kvtier_adapters.payloads.options import PlugOptions
+from kvtier_adapters.payloads.work import (
+    Steps,
+    get_steps,
+    lookup_steps,
+    prefix_steps,
+    put_steps,
+)
+
+
+class PlugStore:
+    """Opens a cache and gives out faces. Any thread may call; ``close`` it once nothing runs."""
+
+    def __init__(
+        self,
+        options: PlugOptions,
+        system: str,
+        *,
+        cache: Cache | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """Open the cache. ``system`` names whose keys these are. Raises as ``Cache`` does.
+
+        A cache that is given is used as it is, and closed all the same.
+        """
+        self.options = options
+        self.clock = clock or SystemClock()
+        self.cache = cache or Cache(options.cache_config, clock=self.clock)
+        self._system = system
+        # Without a name for the weights nothing outlives the process, so they are its own.
+        weights_id = options.weights_id or "those of this process"
+        self._namespace = Namespace(weights_id, opaque_layout(1), tenant_salt=options.tenant_salt)
+        self._faces: dict[str, Face] = {}
+        self._lock = threading.Lock()
+
+    def face(self, scheme: str) -> Face:
+        """Return the face of a kind of payload; the same for the same scheme.
+
+        The scheme says all on which the bytes depend and that the keys do not say.
+        """
+        with self._lock:
+            if scheme not in self._faces:
+                keyed = KeyedCache(
+                    self.cache, self._namespace, f"{self._system}; {scheme}", clock=self.clock
+                )
+                self._faces[scheme] = Face(keyed, self.options, self.clock)
+            return self._faces[scheme]
+
+    def forget_all(self) -> None:
+        """Invalidate everything that was ever kept for these weights and this tenant."""
+        self.cache.invalidate(self._namespace)
+
+    @property
+    def healthy(self) -> bool:
+        """Tell whether all tiers work."""
+        return not self.cache.stats().degraded
+
+    def cancel(self) -> None:
+        """Begin nothing more: what is under way ends soon, and what is begun later at once."""
+        with self._lock:
+            faces = list(self._faces.values())
+        for face in faces:
+            face.keyed.close()
+
+    def close(self) -> None:
+        """Close the faces, then the cache."""
+        self.cancel()
+        self.cache.close()
+
+
+class Face:
+    """Payloads of one kind, with the deadlines of the options."""
+
+    def __init__(self, keyed: KeyedCache, options: PlugOptions, clock: Clock) -> None:
+        """Use a keyed cache."""
+        self.keyed = keyed
+        self._options = options
+        self._clock = clock
+
+    def put(self, items: Sequence[tuple[bytes, Source]]) -> Steps[list[bool]]:
+        """See ``put_steps``; the deadline runs from now on, also before the first step."""
+        return put_steps(self.keyed, items, self._clock.now() + self._options.put_deadline_s)
+
+    def get(self, keys: Sequence[bytes], into: Sequence[Target]) -> Steps[list[bool]]:
+        """See ``get_steps``; the deadline runs from now on."""
+        return get_steps(self.keyed, keys, into, self._clock.now() + self._options.get_deadline_s)
+
+    def lookup(self, keys: Sequence[bytes]) -> Steps[list[bool]]:
+        """See ``lookup_steps``; the deadline runs from now on."""
+        return lookup_steps(self.keyed, keys, self._clock, self._lookup_deadline)
+
+    def prefix(self, keys: Sequence[bytes], *, at_once: int) -> Steps[int]:
+        """See ``prefix_steps``; the deadline runs from now on."""
+        deadline = self._lookup_deadline
+        return prefix_steps(self.keyed, keys, self._clock, deadline, at_once=at_once)
+
+    @property
+    def _lookup_deadline(self) -> float:
+        return self._clock.now() + self._options.lookup_deadline_s

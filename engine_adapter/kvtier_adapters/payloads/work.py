@@ -1,0 +1,99 @@
+"""Puts, gets and lookups as steps: each goes on without waiting, whoever drives them.
+
+A ``Steps`` is a generator that yields where it has to wait for a tier and returns what came of it.
+It ends soon after its deadline, whatever the tiers do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from typing import TypeVar
+
+from kvtier.cache.keyed import KeyedCache, Source, Target
+from kvtier.cache.keyed_transfer import Outcome, Transfer
+from kvtier.constants import KEYED_BATCH_MAX
+from kvtier.interfaces import Clock
+from kvtier.types import Tier
+from kvtier_adapters.payloads.limits import PAUSE_S_MAX, PAUSE_S_MIN
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+
+
+def put_steps(
+    keyed: KeyedCache, items: Sequence[tuple[bytes, Source]], deadline: float
+) -> Steps[list[bool]]:
+    """Store payloads; returns for each whether a tier holds it. Buffers are free after the end."""
+    stored: list[bool] = []
+    for some in _batches(items):
+        outcomes = yield from _steps(keyed.put(some, deadline=deadline))
+        stored += (isinstance(outcome, Tier) for outcome in outcomes)
+    return stored
+
+
+def get_steps(
+    keyed: KeyedCache, keys: Sequence[bytes], into: Sequence[Target], deadline: float
+) -> Steps[list[bool]]:
+    """Fill buffers; returns for each whether the payload is in it, whole and verified.
+
+    What a buffer holds after a miss is undefined. Buffers are free after the end.
+    """
+    filled: list[bool] = []
+    for some in _batches(list(zip(keys, into, strict=True))):
+        names, targets = [key for key, _ in some], [target for _, target in some]
+        outcomes = yield from _steps(keyed.get(names, targets, deadline=deadline))
+        filled += (isinstance(outcome, Tier) for outcome in outcomes)
+    return filled
+
+
+def lookup_steps(
+    keyed: KeyedCache, keys: Sequence[bytes], clock: Clock, deadline: float
+) -> Steps[list[bool]]:
+    """Find out which keys are held; what nobody could say by the deadline is not."""
+    held: list[bool | None] = []
+    for some in _batches(keys):
+        held += keyed.contains(some)
+    while None in held and clock.now() < deadline:
+        yield
+        unknown = [number for number, said in enumerate(held) if said is None]
+        for numbers in _batches(unknown):
+            for number, said in zip(
+                numbers, keyed.contains([keys[number] for number in numbers]), strict=True
+            ):
+                held[number] = said
+    return [bool(said) for said in held]
+
+
+def prefix_steps(
+    keyed: KeyedCache, keys: Sequence[bytes], clock: Clock, deadline: float, *, at_once: int
+) -> Steps[int]:
+    """Count the keys before the first that is not held, looking at ``at_once`` at a time."""
+    for start in range(0, len(keys), at_once):
+        held = yield from lookup_steps(keyed, keys[start : start + at_once], clock, deadline)
+        if not all(held):
+            return start + held.index(False)
+    return len(keys)
+
+
+def run_to_end(steps: Steps[T], clock: Clock) -> T:
+    """Drive steps in the calling thread, which has nothing else to do."""
+    pause_s = PAUSE_S_MIN
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            value: T = end.value
+            return value
+        clock.sleep(pause_s)
+        pause_s = min(2 * pause_s, PAUSE_S_MAX)
+
+
+def _steps(transfer: Transfer) -> Steps[list[Outcome]]:
+    while (outcomes := transfer.poll()) is None:
+        yield
+    return outcomes
+
+
+def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    for start in range(0, len(items), KEYED_BATCH_MAX):
+        yield items[start : start + KEYED_BATCH_MAX]

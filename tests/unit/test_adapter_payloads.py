@@ -1,0 +1,279 @@
+"""What plugs with foreign keys share: options that mislead nobody, jobs that always end."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.clock import SystemClock
+from kvtier.config import CacheConfig
+from kvtier.constants import KEYED_BATCH_MAX, MIB
+from kvtier.errors import ConfigError
+from kvtier.testing.clock import FakeClock
+from kvtier_adapters.payloads.complaints import Complaints
+from kvtier_adapters.payloads.limits import (
+    COMPLAINT_INTERVAL_S,
+    DEADLINE_S_MAX,
+    JOBS_ACTIVE_MAX,
+    JOBS_MAX,
+    PAUSE_S_MAX,
+    PAUSE_S_MIN,
+)
+from kvtier_adapters.payloads.memory import memory_at
+from kvtier_adapters.payloads.options import PlugOptions, plug_options
+from kvtier_adapters.payloads.runner import Job, Runner
+from kvtier_adapters.payloads.store import PlugStore
+from kvtier_adapters.payloads.work import Steps, lookup_steps, run_to_end
+
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def runner() -> Iterator[Runner]:
+    runner = Runner("test-runner", Complaints("test", SystemClock()))
+    yield runner
+    runner.close()
+
+
+class Ended:
+    """Notes what came of jobs, in order."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self._came = threading.Condition()
+
+    def __call__(self, value: Any) -> None:
+        with self._came:
+            self.values.append(value)
+            self._came.notify_all()
+
+    def wait(self, count: int) -> list[Any]:
+        with self._came:
+            assert self._came.wait_for(lambda: len(self.values) >= count, WAIT_S), self.values
+            return list(self.values)
+
+
+def counted(steps: int, value: object) -> Steps[object]:
+    for _ in range(steps):
+        yield
+    return value
+
+
+def until(event: threading.Event, value: object = None) -> Steps[object]:
+    while not event.is_set():
+        yield
+    return value
+
+
+def broken() -> Steps[object]:
+    yield
+    raise RuntimeError("it broke")
+
+
+# Options
+
+
+def test_options_are_read_from_a_table_as_engines_have_them(tmp_path: Path) -> None:
+    table = {
+        "dram_bytes": "64MiB",
+        "disk": {"path": str(tmp_path), "capacity_bytes": "1GiB", "durability": "batch"},
+        "remotes": [{"url": "memory://"}],
+        "weights_id": "model@1",
+        "get_deadline_s": 2,
+    }
+    options = plug_options(table, "kvtier")
+    config = options.cache_config
+    assert isinstance(config, CacheConfig)
+    assert (config.dram_bytes, options.get_deadline_s) == (64 * MIB, 2.0)
+    assert config.disk is not None
+    assert config.disk.capacity_bytes == 1024 * MIB
+    assert [remote.url for remote in config.remotes] == ["memory://"]
+    assert plug_options(None, "kvtier") == PlugOptions()
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ({"dram_byte": "1GiB"}, r"kvtier: .*no 'dram_byte' .did you mean 'dram_bytes'"),
+        ({"dram_bytes": "1GB"}, "kvtier: dram_bytes: not a size"),
+        ({"disk": {"path": "kv"}}, "weights_id is missing"),
+        ({"remotes": [{"url": "memory://"}]}, "weights_id is missing"),
+        ({"disk": "kv", "weights_id": "w"}, "disk = 'kv': allowed is a table"),
+        ({"get_deadline_s": 0}, "get_deadline_s = 0.0: allowed is more than 0"),
+        ({"put_deadline_s": DEADLINE_S_MAX + 1}, "put_deadline_s = 61.0: allowed is"),
+        ({"lookup_deadline_s": float("nan")}, "lookup_deadline_s = nan"),
+        ([1], r"kvtier = \[1\]: allowed is a table"),
+    ],
+)
+def test_options_that_cannot_be_say_which_and_what_is_allowed(table: object, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        plug_options(table, "kvtier")
+
+
+def test_each_rank_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    disk = {"path": f"{tmp_path}/a/", "more_paths": [f"{tmp_path}/b"]}
+    options = plug_options({"disk": disk, "weights_id": "w"}, "kvtier").in_folder("rank-1")
+    assert options.disk is not None
+    assert options.disk.paths == (f"{tmp_path}/a/rank-1", f"{tmp_path}/b/rank-1")
+    assert PlugOptions().in_folder("rank-1") == PlugOptions()
+
+
+# Jobs
+
+
+def test_jobs_end_with_what_they_return(runner: Runner) -> None:
+    ended = Ended()
+    for number in range(100):
+        runner.submit(Job(counted(number % 3, number), ended))
+    assert sorted(ended.wait(100)) == list(range(100))
+    assert runner.drain(WAIT_S)
+    assert runner.jobs == 0
+
+
+def test_a_job_that_raises_ends_as_lost_and_the_others_go_on(
+    runner: Runner, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = Ended()
+
+    def bad_end(_: Any) -> None:
+        raise RuntimeError("its end broke")
+
+    with caplog.at_level(logging.WARNING, "kvtier.adapters"):
+        runner.submit(Job(broken(), ended))
+        runner.submit(Job(counted(0, None), bad_end))
+        runner.submit(Job(counted(3, "fine"), ended))
+        assert ended.wait(2) == [None, "fine"]
+        assert runner.drain(WAIT_S)
+    assert "a job raised RuntimeError: it broke" in caplog.text
+    assert "its end broke" in caplog.text
+
+
+def test_jobs_are_bounded_and_one_too_many_ends_at_once(runner: Runner) -> None:
+    """The bound counts those that wait and those that run; `JOBS_ACTIVE_MAX` run at a time."""
+    go, ended, begun = threading.Event(), Ended(), []
+
+    def noted(number: int) -> Steps[object]:
+        begun.append(number)
+        return (yield from until(go, number))
+
+    for number in range(JOBS_MAX):
+        runner.submit(Job(noted(number), ended))
+    refused = Ended()
+    runner.submit(Job(noted(-1), refused))
+    assert refused.values == [None], "it is told by whoever submits"
+    assert len(begun) <= JOBS_ACTIVE_MAX
+    assert not runner.drain(0)
+    go.set()
+    assert sorted(ended.wait(JOBS_MAX)) == list(range(JOBS_MAX))
+    assert begun == list(range(JOBS_MAX)), "in the order they came"
+    assert 0 < PAUSE_S_MIN < PAUSE_S_MAX
+
+
+def test_close_waits_for_jobs_and_takes_no_more() -> None:
+    runner = Runner("test-runner", Complaints("test", SystemClock()))
+    go, ended = threading.Event(), Ended()
+    runner.submit(Job(until(go, "done"), ended))
+    closing = threading.Thread(target=runner.close)
+    closing.start()
+    go.set()
+    closing.join(WAIT_S)
+    assert ended.values == ["done"]
+    runner.submit(Job(counted(0, "late"), ended))
+    assert ended.values == ["done", None]
+
+
+def test_complaints_are_told_once_a_minute_and_counted_always(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock = FakeClock()
+    complaints = Complaints("plug", clock)
+    with caplog.at_level(logging.WARNING, "kvtier.adapters"):
+        for _ in range(3):
+            complaints.tell("miss", "it went wrong")
+        clock.advance(COMPLAINT_INTERVAL_S)
+        complaints.tell("miss", "it went wrong")
+        complaints.tell("other", "and so")
+    assert complaints.counts == {"miss": 4, "other": 1}
+    assert [record.getMessage() for record in caplog.records] == [
+        "plug: it went wrong (1 of this kind so far)",
+        "plug: it went wrong (4 of this kind so far)",
+        "plug: and so (1 of this kind so far)",
+    ]
+
+
+# Payloads
+
+
+@pytest.fixture
+def store() -> Iterator[PlugStore]:
+    store = PlugStore(PlugOptions(dram_bytes=64 * MIB, slab_bytes=4096), "test 1")
+    yield store
+    store.close()
+
+
+def test_batches_larger_than_a_call_may_be_are_cut(store: PlugStore) -> None:
+    face = store.face("small")
+    count = KEYED_BATCH_MAX + 3
+    keys = [b"%d" % number for number in range(count)]
+    # All but a few say something else: only the count matters here, not the bytes.
+    assert run_to_end(face.lookup(keys), store.clock) == [False] * count
+    some = keys[:5] + keys[-5:]
+    assert all(run_to_end(face.put([(key, key * 3) for key in some]), store.clock))
+    held = run_to_end(face.lookup(keys), store.clock)
+    assert [key for key, there in zip(keys, held, strict=True) if there] == some
+    assert run_to_end(face.prefix(keys, at_once=2), store.clock) == 5
+    assert run_to_end(face.prefix(keys[:4], at_once=3), store.clock) == 4
+    into = [bytearray(len(key) * 3) for key in keys]
+    assert run_to_end(face.get(keys, into), store.clock) == held
+    assert into[-1] == keys[-1] * 3
+
+
+def test_kinds_of_payload_never_meet(store: PlugStore) -> None:
+    one, other = store.face("page=64"), store.face("page=32")
+    assert store.face("page=64") is one
+    assert run_to_end(one.put([(b"key", b"64")]), store.clock) == [True]
+    assert run_to_end(other.get([b"key"], [bytearray(2)]), store.clock) == [False]
+    store.forget_all()
+    assert run_to_end(one.lookup([b"key"]), store.clock) == [False]
+
+
+def test_what_nobody_can_say_by_the_deadline_is_not_held(store: PlugStore) -> None:
+    clock = FakeClock()
+
+    class Unsure:
+        """Knows one key, and of the others nothing yet."""
+
+        def contains(self, keys: list[bytes]) -> list[bool | None]:
+            return [True if key == b"known" else None for key in keys]
+
+    deadline = clock.now() + 1.0
+    steps = lookup_steps(Unsure(), [b"a", b"known"], clock, deadline)  # type: ignore[arg-type]
+    next(steps)
+    next(steps)
+    clock.advance(1.0)
+    with pytest.raises(StopIteration) as end:
+        next(steps)
+    assert end.value.value == [False, True]
+
+
+def test_after_cancel_everything_comes_to_nothing_soon(store: PlugStore) -> None:
+    face = store.face("kind")
+    assert run_to_end(face.put([(b"key", b"data")]), store.clock) == [True]
+    store.cancel()
+    assert run_to_end(face.get([b"key"], [bytearray(4)]), store.clock) == [False]
+    assert run_to_end(face.put([(b"other", b"data")]), store.clock) == [False]
+
+
+def test_memory_is_seen_where_it_lies() -> None:
+    memory = ctypes.create_string_buffer(b"kv bytes", 8)
+    view = memory_at(ctypes.addressof(memory), 8)
+    assert bytes(view) == b"kv bytes"
+    view[:2] = b"KV"
+    assert memory.raw == b"KV bytes"
+    assert not view.readonly
