@@ -9,6 +9,7 @@ from typing import Any, Final
 from kvtier.constants import HISTORY_SAMPLES_MAX
 
 _KEPT: Final = ("uptime_s", "prompt_tokens", "hit_tokens")
+_KEPT_OF_CONNECTIONS: Final = ("read_bytes", "written_bytes")
 _KEPT_OF_TIER: Final = (
     "name", "used_bytes", "hit_tokens", "miss_tokens", "read_bytes", "written_bytes",
     "evicted_chunks",
@@ -28,7 +29,10 @@ class History:
         A sample has the form of the figures, with fewer of them.
         """
         sample = {name: stats[name] for name in _KEPT}
-        self._samples.append(sample | {"tiers": [_kept_of(tier) for tier in stats["tiers"]]})
+        sample["tiers"] = [_kept_of(tier) for tier in stats["tiers"]]
+        connections = stats.get("connections", {})
+        sample["connections"] = {name: connections.get(name, 0) for name in _KEPT_OF_CONNECTIONS}
+        self._samples.append(sample)
 
     def told(self) -> dict[str, Any]:
         """Return the samples as JSON, the oldest first."""
