@@ -61,6 +61,11 @@ class DataPlane:
         return self._sessions
 
     @property
+    def credentials(self) -> Collection[str]:
+        """Whoever has come in since the start."""
+        return self._objects.keys()
+
+    @property
     def draining(self) -> bool:
         """True once it has begun to stop."""
         return self._draining

@@ -26,7 +26,10 @@ from kvtier.obs.dashboard.history import History
 from kvtier_server.control import create_app
 from kvtier_server.dashboard import recorded
 from kvtier_server.data_plane import DataPlane
+from kvtier_server.disk_check import DiskCheck
 from kvtier_server.figures import Snapshot, stats_of
+from kvtier_server.gate import Control
+from kvtier_server.keeper import Keeper
 from kvtier_server.live import Live
 from kvtier_server.settings import Address, DaemonConfig
 from kvtier_server.sockets import bound
@@ -92,17 +95,21 @@ async def _serve(
         loop.add_signal_handler(number, stopping.set)
     reloads: set[asyncio.Task[None]] = set()
     loop.add_signal_handler(signal.SIGHUP, _begin_reload, live, reloads, say)
+    check = DiskCheck(() if config.cache.disk is None else config.cache.disk.paths)
+    keeper, history = Keeper(cache, clock), History()
+    control = Control(snapshot, live, keeper, check, lambda: plane.credentials, stopping.set)
+    app = create_app(control, history)
     try:
         urls = [await plane.listen(listener, tls) for listener in listeners]
         plane.start()
-        history = History()
-        app = create_app(snapshot, config.shown(), config.door.tokens, history)
         async with _control(app, http) as url, recorded(history, lambda: stats_of(snapshot())):
             say(banner(config, urls, url))
             await stopping.wait()
-            say(f"kvtier daemon: stopping; what runs has {config.drain_s:g} s to end")
-            await plane.drain(config.drain_s)
+            drain_s = live.config.drain_s
+            say(f"kvtier daemon: stopping; what runs has {drain_s:g} s to end")
+            await plane.drain(drain_s)
     finally:
+        await check.stop()
         await plane.drain(0)
 
 
