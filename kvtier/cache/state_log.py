@@ -1,4 +1,4 @@
-"""What is logged of a tier's state: when it changes, at most once a minute. Pure."""
+"""What is logged of a tier: how it does, and what was damaged, at most once a minute. Pure."""
 
 from __future__ import annotations
 
@@ -26,3 +26,24 @@ class StateLog:
         if state == "ok":
             return f"{self._name}: ok again"
         return f"{self._name}: {state} ({detail}); requests are answered all the same"
+
+
+class DamageLog:
+    """Decides what is logged of damaged files of one tier, of which there may be thousands."""
+
+    def __init__(self, path: str, tier: str = "disk") -> None:
+        self._name = f"{tier} tier {path}"
+        self._told = 0
+        self._told_s = -math.inf
+
+    def line(self, count: int, latest: str, now: float) -> str | None:
+        """Return the line for what is news of ``count`` files, which never falls, or None.
+
+        The first is told at once, with ``latest``; how many came after it, once a minute.
+        """
+        news = count - self._told
+        if not news or now - self._told_s < LOG_INTERVAL_S:
+            return None
+        self._told, self._told_s = count, now
+        what = "a damaged shard" if news == 1 else f"{news} damaged shards"
+        return f"{self._name}: {what} went to quarantine, the latest is {latest}"

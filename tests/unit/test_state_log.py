@@ -1,17 +1,24 @@
-"""An operator reads in the log that the disk is not used, why, and that it is used again."""
+"""An operator reads in the log how the disk does and what was damaged there, and no flood."""
 
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kvtier import Cache, CacheConfig, DiskConfig
-from kvtier.cache.state_log import StateLog
+from kvtier.cache.state_log import DamageLog, StateLog
 from kvtier.constants import LOG_INTERVAL_S, MIB
+from kvtier.testing.clock import FakeClock
+from kvtier.testing.engine_double import wait_until
+from kvtier.types import Tier
+from tests.lib.cache_setup import CHUNK, cache_setup, store_one, tier_stats, written
+from tests.lib.disk_lab import damage
 
 
 def test_what_is_well_is_not_told() -> None:
@@ -43,6 +50,20 @@ def test_one_line_a_minute_and_what_stays_is_told_then() -> None:
     assert "missing" in str(log.line("missing", "", LOG_INTERVAL_S))
 
 
+def test_damage_is_told_at_once_and_then_once_a_minute_with_its_count() -> None:
+    log = DamageLog("/kv")
+    assert log.line(0, "", 0.0) is None
+    assert log.line(1, "q/a.kvs", 1.0) == (
+        "disk tier /kv: a damaged shard went to quarantine, the latest is q/a.kvs"
+    )
+    for second in range(2, 61):
+        assert log.line(10 * second, "q/b.kvs", float(second)) is None
+    assert log.line(601, "q/c.kvs", 1 + LOG_INTERVAL_S) == (
+        "disk tier /kv: 600 damaged shards went to quarantine, the latest is q/c.kvs"
+    )
+    assert log.line(601, "q/c.kvs", 9 * LOG_INTERVAL_S) is None, "nothing is news"
+
+
 class Lines(logging.Handler):
     """Keeps messages and says when there is one."""
 
@@ -71,3 +92,34 @@ def test_a_directory_that_cannot_be_used_is_logged(tmp_path: Path, lines: Lines)
     cache.close()
     (message,) = lines.messages
     assert message.startswith(f"disk tier {tmp_path}/kv: missing (")
+
+
+def test_many_damaged_shards_are_two_lines_and_all_in_the_figures(
+    tmp_path: Path, lines: Lines
+) -> None:
+    count, clock = 12, FakeClock()
+    with cache_setup(tmp_path) as setup:
+        engine = setup.open()
+        starts = range(0, count * CHUNK, CHUNK)
+        for start in starts:
+            store_one(engine, start)
+        written(engine)
+        setup.close(engine)
+        for path in setup.shard_files():
+            damage(path)
+        engine = setup.open(clock=clock)
+        for start in starts:
+            engine.load(engine.match(engine.sequence(range(start, start + CHUNK))))
+        disk = partial(tier_stats, engine.cache, Tier.DISK)
+        wait_until(lambda: disk().quarantined_files == count, "not all are put away")
+        assert disk().counters.corrupt_shards == count
+        assert lines.some.wait(20)
+        clock.advance(LOG_INTERVAL_S)
+        wait_until(lambda: told(lines.messages) == count, "the rest is not told")
+        assert len(lines.messages) <= 2
+
+
+def told(messages: list[str]) -> int:
+    """Of how many damaged shards the lines tell."""
+    found = re.findall(r": (a|\d+) damaged shard", " ".join(messages))
+    return sum(1 if count == "a" else int(count) for count in found)

@@ -11,7 +11,7 @@ from kvtier.cache.below.opener import VolumeOpener
 from kvtier.cache.below.writeout import Writeout
 from kvtier.cache.executor import Executor
 from kvtier.cache.shapes import Shapes
-from kvtier.cache.state_log import StateLog
+from kvtier.cache.state_log import DamageLog, StateLog
 from kvtier.cache.tenancy.epochs import Epochs
 from kvtier.cache.tenancy.pins import KeptKeys
 from kvtier.cache.tenancy.roots import Roots
@@ -50,7 +50,7 @@ class DiskRoom:
         ]
         self._counters = counters[Tier.DISK]
         self._clock = clock
-        self._log = StateLog(config.path)
+        self._log, self._damage = StateLog(config.path), DamageLog(config.path)
         self.kept = KeptKeys(config.capacity_bytes, clock)
         self.tier = DiskTier(volumes, self.kept.guard(choices.policy), clock, self.left)
         work = (executor, lock, self._counters, clock, shapes)
@@ -93,7 +93,10 @@ class DiskRoom:
         for opener in self.openers:
             opener.tick()
         self.writeout.pump()
-        return self._log.line(*self.tier.state, self._clock.now())
+        now, volumes = self._clock.now(), self.tier.volumes
+        count = sum(volume.put_away_count for volume in volumes)
+        latest = max(volumes, key=lambda volume: volume.put_away_count).put_away_latest
+        return self._log.line(*self.tier.state, now) or self._damage.line(count, latest, now)
 
     def close(self) -> None:
         """Let another process have the directories."""

@@ -7,7 +7,6 @@ in the order in which it was handed over.
 from __future__ import annotations
 
 import errno
-import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,8 +27,6 @@ from kvtier.tiers.disk.rows import Row
 from kvtier.tiers.disk.shard_files import DirectoryLostError, Found, ShardFiles
 from kvtier.tiers.health import Health
 from kvtier.types import ChunkKey, ShardId
-
-_log = logging.getLogger("kvtier.disk")
 
 _FAULT_WORDS = {
     errno.ENOSPC: "full",
@@ -85,6 +82,7 @@ class Volume:
         self.held_bytes = 0  # Of chunks, those included that are leaving or not written yet.
         self.writing_count = 0
         self.late_count = 0  # Reads that are overdue and have not ended.
+        self.put_away_count = 0  # Files put into quarantine since the start.
         self._clock = clock
         self._open_health = Health()
         self._read_health = Health(READ_FAILURES_MAX)
@@ -114,6 +112,11 @@ class Volume:
     def quarantine_bytes(self) -> int:
         """Bytes of files that failed verification."""
         return sum(place.nbytes for place in (*self._quarantined.values(), *self._quarantine))
+
+    @property
+    def put_away_latest(self) -> str:
+        """Where the latest of them lies; empty without one."""
+        return next(reversed(self._quarantined), "")
 
     @property
     def quarantined_count(self) -> int:
@@ -300,19 +303,22 @@ class Volume:
             self.files.note(chores.changes())
         for place in chores.quarantine:
             self.files.quarantine(place.path)
-            _log.warning("quarantined %s", place.path)
         for place in chores.remove:
             self.files.remove(place.path)
 
     def finish_chores(self, chores: Chores) -> None:
         """Note that chores were done."""
+        self.put_away_count += len(chores.quarantine)
+        self._hand_in(chores)
+
+    def _hand_in(self, chores: Chores) -> None:
         for place in chores.remove:
             self._removing.pop(place.path, None)
         self._moving.difference_update(place.path for place in chores.quarantine)
 
     def return_chores(self, chores: Chores) -> None:
         """Take back what could not be done, for another try."""
-        self.finish_chores(chores)
+        self._hand_in(chores)
         self.remove(chores.remove)
         for place in chores.quarantine:
             self._quarantined.pop(self.files.quarantine_path(place.path), None)
