@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvtier.cache.cache import Cache
+from kvtier.constants import DAEMON_TOKENS_MAX
 from kvtier.errors import ConfigError
 from kvtier_server.data_plane import DataPlane
 from kvtier_server.settings import DaemonConfig
@@ -59,7 +60,7 @@ class Live:
     def set_quota(self, credential: str | None, nbytes: int | None) -> None:
         """Let a credential hold so much, None: as much as all; or all, where none is named.
 
-        Holds until the settings are read anew.
+        Holds until the settings are read anew. Raises ``ConfigError`` where too many have one.
         """
         quotas = dict(self.config.quotas)
         if credential is None:
@@ -67,6 +68,8 @@ class Live:
         else:
             quotas.pop(credential, None)
             quotas |= {} if nbytes is None else {credential: nbytes}
+            if len(quotas) > DAEMON_TOKENS_MAX:
+                raise ConfigError(f"allowed are {DAEMON_TOKENS_MAX} quotas of single credentials")
             self.config = replace(self.config, quotas=quotas)
         self._cache.tenants.limit(self.config.quota_bytes, self.config.quotas)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 from kvtier.constants import (
     CONTROL_KEYS_MAX,
@@ -13,11 +13,17 @@ from kvtier.constants import (
     WIRE_KEY_BYTES_MAX,
 )
 
+
+def _whole(value: Any) -> Any:
+    """JSON has one kind of number: 7.0 is as whole as 7."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 #: A client's key, in hexadecimal digits.
 Key = Annotated[str, StringConstraints(pattern=rf"^([0-9a-fA-F]{{2}}){{1,{WIRE_KEY_BYTES_MAX}}}$")]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 #: Bytes, within what every reader of JSON takes for a whole number.
-Size = Annotated[int, Field(ge=0, le=2**53 - 1)]
+Size = Annotated[int, Field(ge=0, le=2**53 - 1), BeforeValidator(_whole)]
 
 
 class _In(BaseModel):

@@ -28,7 +28,7 @@ from kvtier_server.messages import (
 )
 from kvtier_server.routes import refusals
 
-object_routes: Final = APIRouter(prefix="/v1", responses=refusals(401, 403, 413, 422, 503))
+object_routes: Final = APIRouter(prefix="/v1", responses=refusals(400, 401, 403, 413, 422, 503))
 
 
 @object_routes.post("/evict")

@@ -27,6 +27,7 @@ from kvtier_server.messages import (
 )
 
 _REFUSALS: Final[dict[int | str, dict[str, Any]]] = {
+    400: {"model": Refusal, "description": "The body is no text."},
     401: {"model": Refusal, "description": "No token, or a wrong one."},
     403: {"model": Refusal, "description": "The token is of somebody who may not."},
     409: {"model": Refusal, "description": "Not now, or not while the server runs."},
@@ -42,14 +43,14 @@ def refusals(*codes: int) -> dict[int | str, dict[str, Any]]:
 
 
 server_routes: Final = APIRouter(prefix="/v1", responses=refusals(401, 503))
-_CHANGES: Final = refusals(403, 409, 413, 422)
+_CHANGES: Final = refusals(400, 403, 409, 413, 422)
 
 
 @server_routes.get("/stats")
 @server_routes.get("/kvtier/stats", include_in_schema=False)
-async def stats(control: TheControl, _caller: Known) -> dict[str, Any]:
-    """Everything that is counted, as ``kvtier stat`` reads it."""
-    return stats_of(control.snapshot())
+async def stats(control: TheControl, caller: Known) -> dict[str, Any]:
+    """Everything that is counted, as ``kvtier stat`` reads it; to a credential, its own by name."""
+    return stats_of(control.snapshot(), sorted(filter(caller.may_touch, _names(control))))
 
 
 @server_routes.get("/config")
@@ -103,7 +104,10 @@ async def quotas(control: TheControl, caller: Known) -> Quotas:
 @server_routes.put("/quotas", responses=_CHANGES)
 async def set_quota(control: TheControl, caller: Operating, body: SetQuota) -> Quotas:
     """Bound what a credential may hold, from now on, until the settings are read anew."""
-    control.live.set_quota(body.credential, body.quota_bytes)
+    try:
+        control.live.set_quota(body.credential, body.quota_bytes)
+    except ConfigError as error:
+        raise HTTPException(409, str(error)) from error
     return await quotas(control, caller)
 
 
