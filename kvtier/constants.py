@@ -220,6 +220,16 @@ DAEMON_IDLE_S_MAX: Final = 600.0
 DAEMON_REQUEST_S_MAX: Final = 10.0
 DAEMON_DRAIN_S: Final = 10.0
 DAEMON_TOKENS_MAX: Final = 1024
+# Shared memory: what one connection may lease and for how long, files for uploads, of which there
+# are as many as clients at most, and how much is copied in one go.
+DAEMON_LEASES_MAX: Final = 256
+DAEMON_LEASE_BYTES_MAX: Final = 256 * MIB
+DAEMON_LEASE_S_MAX: Final = 30.0
+DAEMON_STAGING_BYTES: Final = 32 * MIB
+DAEMON_STAGINGS_MAX: Final = 16
+SHARED_PIECE_BYTES: Final = MIB
+# Below this a socket is quicker than two more messages.
+SHARED_BYTES_MIN: Final = 64 * KIB
 
 # What the dashboard begins with: a quarter of an hour.
 HISTORY_STEP_S: Final = 10.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import time
 from collections.abc import Collection
@@ -143,6 +144,26 @@ class Link(asyncio.BufferedProtocol):
                     self.abort()
         self.sent_bytes += nbytes
 
+    async def send_with(self, message: Message, descriptor: int) -> None:
+        """Send a frame without a payload, and a descriptor with its first byte. Unix sockets only.
+
+        The peer gets one of its own. Raises as ``send`` does.
+        """
+        async with self._sending:
+            await asyncio.sleep(0)  # Then what the loop has gathered is on its way.
+            await self._flush()
+            with self.duplicate() as connection:
+                try:
+                    socket.send_fds(connection, [encode(message)], [descriptor])
+                except BlockingIOError as error:  # It asks and asks, and takes nothing.
+                    raise ConnectionError("the peer takes no descriptor") from error
+
+    def duplicate(self) -> socket.socket:
+        """Return a socket of the caller's own for this connection. Raises ``ConnectionError``."""
+        if self.gone:
+            raise ConnectionError("the connection is closed")
+        return socket.socket(fileno=os.dup(self.transport.get_extra_info("socket").fileno()))
+
     def send_now(self, message: Message) -> None:
         """Send a frame without a payload, before the connection is closed or used by others."""
         if not self.gone:
@@ -167,6 +188,9 @@ class Link(asyncio.BufferedProtocol):
         self.transport.write(data)
         if urgent and self.transport.get_write_buffer_size() < _SMALL_BYTES:
             return
+        await self._flush()
+
+    async def _flush(self) -> None:
         if not self._flushed.is_set():
             async with asyncio.timeout(WIRE_STALL_S_MAX):
                 await self._flushed.wait()

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Counters:
-    """Counts that never fall. ``unwritten`` had no room; ``refused`` were not allowed in."""
+    """Counts that never fall. ``unwritten`` had no room; ``refused`` were not allowed in.
+
+    ``unleased`` were there and refused, ``lost_leases`` ended with their connection. What is leased
+    counts as read, what is taken from staging as written.
+    """
 
     accepted: int = 0
     refused: int = 0
@@ -20,3 +24,8 @@ class Counters:
     writes: int = 0
     written_bytes: int = 0
     unwritten: int = 0
+    leases: int = 0
+    leased_bytes: int = 0
+    unleased: int = 0
+    lost_leases: int = 0
+    taken: int = 0

@@ -18,6 +18,7 @@ from kvtier_server.credentials import Door
 from kvtier_server.objects import Objects, namespace_of
 from kvtier_server.session import Session
 from kvtier_server.settings import Address
+from kvtier_server.shared import Sharing
 
 _LOOK_S: Final = 1.0
 _DRAIN_LOOK_S: Final = 0.05
@@ -39,6 +40,8 @@ class DataPlane:
         self.clock = clock
         self.budget = Budget(DAEMON_BYTES_MAX)
         self.counters = Counters()
+        #: What clients on Unix sockets share; None: the cache's memory is in no files.
+        self.sharing = Sharing(len(cache.arena)) if cache.region_at(0) is not None else None
         self._cache = cache
         self._door = door
         self._connections_max = connections_max
@@ -159,12 +162,16 @@ class DataPlane:
             self.look()
 
     def look(self) -> None:
-        """End connections that stall in a frame, never say who they are, or want nothing."""
+        """End connections that stall in a frame, never say who they are, or want nothing.
+
+        And those that hold a lease for too long.
+        """
         now_s = self.clock.now()
         for session in list(self._sessions):
             link = session.link
             silent_s = now_s - link.received_s
-            if link.stalled(now_s) or (not session.welcomed and silent_s > WIRE_STALL_S_MAX):
+            stranger = not session.welcomed and silent_s > WIRE_STALL_S_MAX
+            if stranger or link.stalled(now_s) or session.overdue(now_s):
                 self.counters.stalled += 1
                 link.abort()
             elif session.idle and silent_s > self._idle_s:

@@ -23,7 +23,8 @@ from kvtier.cache.load import Load
 from kvtier.cache.match import Pending, Ready
 from kvtier.codecs.opaque import opaque_codec, opaque_layout
 from kvtier.interfaces import Clock
-from kvtier.keys import foreign_key
+from kvtier.keys import foreign_key, tenant_digest
+from kvtier.tiers.owned_memory import Region
 from kvtier.types import Blocks, ChunkKey, MissReason, Move, Namespace, Plan, Result
 from kvtier.wire import Status
 
@@ -64,10 +65,12 @@ class Fault:
 class Held:
     """A verified object in its slot, which stays as it is until ``release``."""
 
-    def __init__(self, cache: Cache, plan: Plan, data: memoryview) -> None:
+    def __init__(self, cache: Cache, plan: Plan, offset: int, nbytes: int) -> None:
         self._cache = cache
         self._plan: Plan | None = plan
-        self.data = data
+        #: Where it lies in the arena.
+        self.offset = offset
+        self.data = cache.arena[offset : offset + nbytes]
 
     def release(self) -> None:
         """Let the slot go; ``data`` is not to be used any more. A second call does nothing."""
@@ -109,7 +112,10 @@ class Objects:
     def __init__(self, cache: Cache, namespace: Namespace, clock: Clock) -> None:
         self._cache = cache
         self._namespace = namespace
+        self._owner = tenant_digest(namespace.tenant_salt)
         self._clock = clock
+        #: The file that what was leased lies in; None: nothing was.
+        self.region: Region | None = None
 
     async def contains(self, keys: Sequence[bytes], *, deadline: float) -> list[bool]:
         """Tell which keys have an object; what is not known by the deadline has none."""
@@ -140,6 +146,18 @@ class Objects:
         status = _STATUSES.get(found, Status.UNAVAILABLE)
         return Fault(status, "" if status is Status.ABSENT else found.value)
 
+    async def lease(self, key: bytes, *, deadline: float) -> Held | Fault:
+        """As ``read``, where the object lies in ``region``, at the arena's own offsets."""
+        held = await self.read(key, deadline=deadline)
+        if isinstance(held, Fault):
+            return held
+        region = self._cache.region_at(held.offset)
+        if region is None or region.owner != self._owner:
+            held.release()
+            return Fault(Status.UNAVAILABLE, "it lies where nobody may map it")
+        self.region = region
+        return held
+
     async def _load(self, payload: Payload, deadline: float) -> Held | MissReason:
         match = await self._match(payload, deadline)
         if match is None or not match.hits:
@@ -158,7 +176,7 @@ class Objects:
         move = plan.moves[0]
         start = move.slot.offset + move.payload_offset
         nbytes = _size_of(move.codec) - len(_BEHIND)
-        return Held(self._cache, plan, self._cache.arena[start : start + nbytes])
+        return Held(self._cache, plan, start, nbytes)
 
     async def reserve(self, key: bytes, nbytes: int, *, deadline: float) -> Filling | Fault:
         """Make room for a new object; the old one is gone from now on."""

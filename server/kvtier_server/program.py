@@ -32,6 +32,7 @@ from kvtier_server.gate import Control
 from kvtier_server.keeper import Keeper
 from kvtier_server.live import Live
 from kvtier_server.settings import Address, DaemonConfig
+from kvtier_server.shared import exported
 from kvtier_server.sockets import bound
 
 Say = Callable[[str], None]
@@ -53,7 +54,7 @@ def run_daemon(config: DaemonConfig, read: Callable[[], DaemonConfig], say: Say)
             undo.enter_context(bound("--listen", address, mode=mode)) for address in config.listen
         ]
         http = None if config.http is None else undo.enter_context(bound("--http", config.http))
-        cache = Cache(config.cache)
+        cache = Cache(exported(config))
         undo.callback(cache.close)
         uvloop.run(_serve(config, read, cache, listeners, http, tls, say))
 

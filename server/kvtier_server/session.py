@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Coroutine
 from typing import Any, Final, Protocol
@@ -15,6 +16,7 @@ from kvtier.constants import (
 from kvtier.interfaces import Clock
 from kvtier.wire import (
     FROM_CLIENT,
+    WIRE_VERSION,
     WIRE_VERSION_SOCKET,
     Contains,
     Data,
@@ -22,10 +24,14 @@ from kvtier.wire import (
     Done,
     Found,
     Hello,
+    Lease,
+    Map,
     Message,
     Read,
     Refused,
+    Release,
     Status,
+    Take,
     Welcome,
     Write,
     version_of,
@@ -37,6 +43,7 @@ from kvtier_server.budget import Budget
 from kvtier_server.counters import Counters
 from kvtier_server.credentials import certificate_name, peer_uid
 from kvtier_server.objects import Fault, Filling, Objects
+from kvtier_server.shared import Shared, Sharing
 
 _log = logging.getLogger("kvtier.daemon")
 
@@ -59,6 +66,11 @@ class Plane(Protocol):
     @property
     def counters(self) -> Counters:
         """What the server has done."""
+        ...
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """What clients on Unix sockets share; None: no memory is shared."""
         ...
 
     def admit(self, token: bytes, uid: int | None, certificate: str | None) -> Objects | None:
@@ -86,6 +98,7 @@ class Session:
         self._bytes = 0
         self._full = False
         self._writing: tuple[Write, Filling | Fault] | None = None
+        self._shared: Shared | None = None
         self.link = Link(FROM_CLIENT, self)
 
     @property
@@ -101,7 +114,12 @@ class Session:
     @property
     def idle(self) -> bool:
         """True while nothing is under way."""
-        return not self._tasks and self._writing is None
+        leases = self._shared is not None and self._shared.busy
+        return not (self._tasks or self._writing is not None or leases)
+
+    def overdue(self, now_s: float) -> bool:
+        """Tell whether it holds a lease for longer than it may."""
+        return self._shared is not None and self._shared.overdue(now_s)
 
     def opened(self) -> None:
         """See ``Owner``."""
@@ -140,6 +158,8 @@ class Session:
         if self._writing is not None and isinstance(self._writing[1], Filling):
             self._writing[1].abort()
         self._writing = None
+        if self._shared is not None:
+            self._shared.end()
         self._plane.left(self)
 
     def refuse(self, text: str) -> None:
@@ -151,13 +171,13 @@ class Session:
         self.link.close()
 
     def _welcome(self, hello: Hello) -> None:
-        if not hello.version_min <= WIRE_VERSION_SOCKET <= hello.version_max:
+        sharing = self._plane.sharing if self._unix else None
+        newest = WIRE_VERSION_SOCKET if sharing is None else WIRE_VERSION
+        if not hello.version_min <= newest or hello.version_max < WIRE_VERSION_SOCKET:
             self._plane.counters.refused += 1
             asked = f"{hello.version_min} .. {hello.version_max}"
-            self._refuse(
-                Status.REFUSED,
-                f"versions {asked} of the wire; spoken here is {WIRE_VERSION_SOCKET}",
-            )
+            spoken = f"{WIRE_VERSION_SOCKET} .. {newest}"
+            self._refuse(Status.REFUSED, f"versions {asked} of the wire; spoken here are {spoken}")
             return
         self._objects = self._plane.admit(hello.token, *self._peer())
         if self._objects is None:
@@ -165,7 +185,11 @@ class Session:
             what = "the token is wrong" if hello.token else "a token is needed"
             self._refuse(Status.REFUSED, f"not allowed: {what}")
             return
-        self.link.send_now(Welcome(WIRE_VERSION_SOCKET))
+        if sharing is not None and hello.version_max >= WIRE_VERSION:
+            with contextlib.suppress(OSError):  # It is served by the socket.
+                self._shared = Shared(sharing, self._objects, self.link, self._plane)
+                self._version = WIRE_VERSION
+        self.link.send_now(Welcome(self._version))
 
     def _peer(self) -> tuple[int | None, str | None]:
         """Return the user at the other end, or the name that its certificate gives it."""
@@ -185,6 +209,18 @@ class Session:
             self._begin(self._contains(objects, message), 0)
         elif isinstance(message, Delete):
             self._begin(self._delete(objects, message), 0)
+        elif self._shared is not None:
+            self._serve_shared(self._shared, message)
+
+    def _serve_shared(self, shared: Shared, message: Message) -> None:
+        if isinstance(message, Lease):
+            self._begin(shared.lease(message, self._deadline()), 0)
+        elif isinstance(message, Take):
+            self._begin(shared.take(message, self._deadline()), message.nbytes)
+        elif isinstance(message, Map):
+            self._begin(shared.map(message), 0)
+        elif isinstance(message, Release) and not shared.release(message):
+            self._refuse(Status.CORRUPT, "a lease that there is not")
 
     async def _contains(self, objects: Objects, message: Contains) -> None:
         self._plane.counters.lookups += len(message.keys)

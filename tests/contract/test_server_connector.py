@@ -29,7 +29,7 @@ class Room:
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def connect(self, url: str) -> Connector:
-        return connect(f"{url}?token_file={self.tokens}&token_name=n{next(self.numbers)}")
+        return connect(f"{url}token_file={self.tokens}&token_name=n{next(self.numbers)}")
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +51,21 @@ class _AtAServer(ConnectorContract):
 
 class TestOverTcp(_AtAServer):
     def make_connector(self) -> Connector:
-        return self.room.connect(self.room.running.urls[0])
+        return self.room.connect(f"{self.room.running.urls[0]}?")
 
 
 class TestOverAUnixSocket(_AtAServer):
     def make_connector(self) -> Connector:
-        return self.room.connect(self.room.running.urls[1])
+        return self.room.connect(f"{self.room.running.urls[1]}?shared=no&")
+
+
+class TestThroughSharedMemory(_AtAServer):
+    def make_connector(self) -> Connector:
+        return self.room.connect(f"{self.room.running.urls[1]}?shared_from=0&")
+
+
+def test_memory_was_shared(room: Room) -> None:
+    """The last one: those before it did not go by the socket in secret."""
+    figures = room.running.get("/v1/stats", "secret-0")["connections"]
+    assert figures["leases"] > 0
+    assert figures["taken"] > 0

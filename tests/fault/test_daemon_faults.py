@@ -199,7 +199,7 @@ def test_a_client_of_another_version_is_told_so(url: str) -> None:
         frame = client.take()
         assert frame is not None
         assert isinstance(frame.message, Refused)
-        assert "spoken here is 1" in frame.message.text
+        assert "spoken here are 1" in frame.message.text
         assert client.take() is None
 
 

@@ -8,8 +8,11 @@ from urllib.parse import urlsplit
 
 from kvtier.wire import (
     FROM_SERVER,
+    Area,
     Data,
     Hello,
+    Map,
+    Mapped,
     Message,
     Welcome,
     encode,
@@ -37,13 +40,27 @@ class WireClient:
             raise
         self._parser = Parser(FROM_SERVER)
 
-    def hello(self, token: bytes = b"") -> WireClient:
-        """Be welcomed."""
-        self.send(Hello(1, 1, token))
+    def hello(self, token: bytes = b"", *, version: int = 1) -> WireClient:
+        """Be welcomed to a version."""
+        self.send(Hello(version, version, token))
+        assert self.answer() == Welcome(version)
+        return self
+
+    def answer(self) -> Message:
+        """Return the next message."""
         frame = self.take()
         assert frame is not None, "the server hung up"
-        assert isinstance(frame.message, Welcome), frame
-        return self
+        return frame.message
+
+    def map(self, area: Area) -> tuple[Mapped, list[int]]:
+        """Ask for a file; return the answer and the descriptors that came with it."""
+        self.send(Map(0, area))
+        data, descriptors, _, _ = socket.recv_fds(self.socket, 4096, 4)
+        self._parser.buffer()[: len(data)] = data
+        self._parser.received(len(data))
+        mapped = self.answer()
+        assert isinstance(mapped, Mapped)
+        return mapped, descriptors
 
     def send(self, message: Message, payload: bytes = b"", *, announced: int | None = None) -> None:
         """Send a frame whose payload may be another one than it announces."""

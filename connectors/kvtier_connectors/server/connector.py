@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, Final, Self, TypeVar
 
-from kvtier.constants import WIRE_KEY_BYTES_MAX, WIRE_KEYS_MAX, WIRE_PAYLOAD_BYTES_MAX
+from kvtier.constants import (
+    WIRE_KEY_BYTES_MAX,
+    WIRE_KEYS_MAX,
+    WIRE_PAYLOAD_BYTES_MAX,
+)
 from kvtier.errors import (
     ConnectorDataError,
     ConnectorError,
@@ -19,6 +24,7 @@ from kvtier.wire import Contains, Data, Delete, Done, Found, Message, Read, Stat
 from kvtier_connectors.server.errors import failure
 from kvtier_connectors.server.line import Line
 from kvtier_connectors.server.settings import Settings, parse_url
+from kvtier_connectors.server.shared import NotSharedError, SharedPath
 
 T = TypeVar("T")
 
@@ -36,6 +42,8 @@ class ServerConnector:
     def __init__(self, settings: Settings) -> None:
         """Open nothing yet."""
         self._settings = settings
+        self._shared = SharedPath(settings)
+        self._shared_from = settings.shared_from
         self._lines: list[Line] = []
         self._opening: asyncio.Task[Line | ConnectorError] | None = None
         self._closed = False
@@ -74,6 +82,7 @@ class ServerConnector:
         lines, self._lines = self._lines, []
         for line in lines:
             line.close()
+        self._shared.close()
         if self._opening is not None:
             await asyncio.wait({self._opening})
 
@@ -91,6 +100,9 @@ class ServerConnector:
         if fault := _unfit(key, nbytes):
             return fault
         try:
+            if nbytes >= self._shared_from and (line := await self._line()).shares:
+                with suppress(NotSharedError):
+                    return await self._shared.read(line, key, offset, into.cast("B"))
             answer, came = await self._ask(
                 lambda number: Read(number, key, offset, nbytes), into=into.cast("B")
             )
@@ -107,12 +119,19 @@ class ServerConnector:
         if fault := _unfit(key, len(data)):
             return fault
         try:
-            answer, _ = await self._ask(lambda number: Write(number, key), payload=data)
+            answer = await self._stored(key, data)
         except ConnectorError as error:
             return error.with_traceback(None)
         if not isinstance(answer, Done):
             return _odd(answer)
         return None if answer.status is Status.OK else _failed(answer)
+
+    async def _stored(self, key: bytes, data: memoryview) -> Message:
+        if len(data) >= self._shared_from and (line := await self._line()).shares:
+            with suppress(NotSharedError):
+                return await self._shared.write(line, key, data)
+        answer, _ = await self._ask(lambda number: Write(number, key), payload=data)
+        return answer
 
     async def _delete(self, keys: Sequence[bytes]) -> None:
         try:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import socket
 from dataclasses import dataclass
 from typing import Final
 
+from kvtier.constants import WIRE_KEYS_MAX
 from kvtier.errors import ConnectorDataError, ConnectorError, ConnectorUnavailableError
 from kvtier.wire import (
     FROM_SERVER,
+    WIRE_VERSION,
     WIRE_VERSION_SOCKET,
     Data,
     Done,
     Found,
     Hello,
+    Leased,
     Message,
     Refused,
+    Release,
     Status,
     Welcome,
     version_of,
@@ -24,6 +30,7 @@ from kvtier.wire import (
 from kvtier.wire_fields import WireError
 from kvtier.wire_link import Link
 from kvtier.wire_parser import Frame
+from kvtier.wire_shared import hung_up
 from kvtier_connectors.server.errors import failure, translated
 from kvtier_connectors.server.settings import Settings
 
@@ -53,12 +60,25 @@ class Line:
         self._coming: tuple[int, Data, int] | None = None
         self._fault: ConnectorError | None = None
         self._version = WIRE_VERSION_SOCKET
+        self._connection: socket.socket | None = None  # Ours, to see whether the server is there.
+        self._released: list[int] = []
+        self._releasing: asyncio.Task[None] | None = None
         self._link = Link(FROM_SERVER, self)
 
     @property
     def usable(self) -> bool:
         """True while it can be asked."""
         return self._fault is None
+
+    @property
+    def shares(self) -> bool:
+        """True while the server gives leases on it."""
+        return self._version == WIRE_VERSION and self.usable
+
+    @property
+    def holds(self) -> bool:
+        """True while everything that was leased on it and not released stays as it is."""
+        return self._connection is not None and not hung_up(self._connection)
 
     @property
     def load(self) -> int:
@@ -103,17 +123,21 @@ class Line:
     ) -> tuple[Message, int]:
         """Send a request; return its answer, and how many bytes came into ``into``.
 
-        Raises ``ConnectorError``. Neither buffer is touched after it has returned or raised.
+        Raises ``ConnectorError``. Neither buffer is touched after it has returned or raised. What
+        it returns as leased is the caller's to release.
         """
         if self._fault is not None:
             raise self._fault
+        taken = False
         asked = _Asked(asyncio.get_running_loop().create_future(), into)
         self._asked[number] = asked
         before_bytes = self._link.received_bytes
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 await self._link.send(message, payload)
-                return await asked.answer
+                answer = await asked.answer
+            taken = True
+            return answer
         except OSError as error:
             fault = self.fault if not self.usable else translated(error)
             late = isinstance(error, TimeoutError)
@@ -121,7 +145,13 @@ class Line:
                 self._lose(fault)  # What has said nothing for so long may be gone for good.
             raise fault from error
         finally:
-            self._forget(number, asked)
+            self._forget(number, asked, taken=taken)
+
+    def release(self, number: int) -> None:
+        """End a lease."""
+        self._released.append(number)
+        if self._releasing is None and self.usable:
+            self._releasing = asyncio.get_running_loop().create_task(self._release())
 
     def close(self) -> None:
         """Close; what is asked ends with an error."""
@@ -129,7 +159,8 @@ class Line:
 
     def opened(self) -> None:
         """See ``Owner``."""
-        self._link.send_now(Hello(WIRE_VERSION_SOCKET, WIRE_VERSION_SOCKET, self._settings.token))
+        newest = WIRE_VERSION if self._settings.shared else WIRE_VERSION_SOCKET
+        self._link.send_now(Hello(WIRE_VERSION_SOCKET, newest, self._settings.token))
 
     def arrived(self, frame: Frame) -> None:
         """See ``Owner``."""
@@ -146,7 +177,7 @@ class Line:
             self._lose(ConnectorDataError("an answer of another version of the wire"))
         elif isinstance(message, Data):
             self._take_data(message, frame.payload_bytes)
-        elif isinstance(message, Found | Done):
+        elif isinstance(message, Found | Done | Leased):
             self._end(message.request, message, 0)
 
     def payload_arrived(self) -> None:
@@ -167,10 +198,18 @@ class Line:
             self._lose(ConnectorUnavailableError("the server has closed the connection"))
 
     def _take_welcome(self, message: Welcome) -> None:
-        if message.version != WIRE_VERSION_SOCKET or self._welcomed.done():
+        newest = WIRE_VERSION if self._settings.shared else WIRE_VERSION_SOCKET
+        if not WIRE_VERSION_SOCKET <= message.version <= newest or self._welcomed.done():
             self._lose(ConnectorDataError(f"welcomed to version {message.version} of the wire"))
-        else:
-            self._welcomed.set_result(None)
+            return
+        self._version = message.version
+        if self.shares:
+            try:
+                self._connection = self._link.duplicate()
+            except OSError as error:
+                self._lose(translated(error))
+                return
+        self._welcomed.set_result(None)
 
     def _take_data(self, message: Data, nbytes: int) -> None:
         asked = self._asked.get(message.request)
@@ -189,10 +228,15 @@ class Line:
         asked = self._asked.get(number)
         if asked is not None and not asked.answer.done():
             asked.answer.set_result((message, nbytes))
+        elif isinstance(message, Leased) and message.status is Status.OK:
+            self.release(number)  # Nobody waits for it any more.
 
-    def _forget(self, number: int, asked: _Asked) -> None:
-        """Let go of a request and its buffer."""
+    def _forget(self, number: int, asked: _Asked, *, taken: bool) -> None:
+        """Let go of a request and its buffer, and of what it got if nobody took it."""
         del self._asked[number]
+        answer = asked.answer
+        if not taken and answer.done() and not answer.cancelled() and not answer.exception():
+            self._end(number, *answer.result())
         if not asked.answer.cancel() and not asked.answer.cancelled():
             asked.answer.exception()  # Nobody may have waited for it.
         if self._coming is not None and self._coming[0] == number:
@@ -204,9 +248,26 @@ class Line:
             return
         self._fault = fault
         self._link.abort()
+        if self._connection is not None:
+            with self._connection as connection, contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # Ours keeps it open otherwise.
+            self._connection = None
         for asked in self._asked.values():
             if not asked.answer.done():
                 asked.answer.set_exception(fault)
         if not self._welcomed.done():
             self._welcomed.set_exception(fault)
             self._welcomed.exception()  # Nobody may wait for it any more.
+
+    async def _release(self) -> None:
+        try:
+            while self._released:
+                some, self._released = (
+                    self._released[:WIRE_KEYS_MAX],
+                    self._released[WIRE_KEYS_MAX:],
+                )
+                await self._link.send(Release(tuple(some)))
+        except OSError as error:
+            self._lose(translated(error))
+        finally:
+            self._releasing = None

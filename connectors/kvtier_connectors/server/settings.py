@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import ssl
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
-from kvtier.config import url_options
-from kvtier.constants import WIRE_TOKEN_BYTES_MAX
+from kvtier.config import parse_size, url_options
+from kvtier.constants import SHARED_BYTES_MIN, WIRE_TOKEN_BYTES_MAX
 from kvtier.errors import ConfigError
 
 PORT_DEFAULT: Final = 7070
 CONNECTIONS_MAX: Final = 64
 _PLAIN: Final = ("connect_timeout_s", "connections", "timeout_s", "token_file", "token_name")
-_TLS: Final = (*_PLAIN, "ca", "cert", "hostname", "key")
+_OPTIONS: Final = {
+    "kvtier": _PLAIN,
+    "kvtiers": (*_PLAIN, "ca", "cert", "hostname", "key"),
+    "kvtier+unix": (*_PLAIN, "shared", "shared_from"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything that a URL says. With a ``path`` it is a Unix socket."""
+    """Everything that a URL says. With a ``path`` it is a Unix socket.
+
+    With ``shared``, payloads of ``shared_from`` bytes and more pass through memory that the server
+    shares with us, where it does.
+    """
 
     host: str = ""
     port: int = 0
@@ -30,12 +39,14 @@ class Settings:
     connections: int = 4
     timeout_s: float = 5.0
     connect_timeout_s: float = 2.0
+    shared: bool = False
+    shared_from: int = SHARED_BYTES_MIN
 
 
 def parse_url(url: str) -> Settings:
     """Return what the URL says. Raises ``ConfigError`` that holds no secret."""
     parts = urlsplit(url)
-    options = url_options(url, _TLS if parts.scheme == "kvtiers" else _PLAIN)
+    options = url_options(url, _OPTIONS[parts.scheme])
     if parts.username is not None or parts.password is not None:
         raise ConfigError("a token is in a file, which token_file names, not in the URL")
     host, port, path = "", 0, ""
@@ -54,6 +65,8 @@ def parse_url(url: str) -> Settings:
         connections=int(count),
         timeout_s=_number("timeout_s", options.get("timeout_s", "5"), 0.001, 3600),
         connect_timeout_s=_number("connect_timeout_s", connect_s, 0.001, 3600),
+        shared=bool(path) and _shared(options.get("shared", "yes")),
+        shared_from=_size("shared_from", options.get("shared_from", f"{SHARED_BYTES_MIN}")),
     )
 
 
@@ -105,6 +118,19 @@ def _context(options: dict[str, str]) -> ssl.SSLContext:
         raise ConfigError(f"ca, cert, key: {error.strerror or error}") from error
     context.check_hostname = hostname == "check"
     return context
+
+
+def _shared(text: str) -> bool:
+    if text not in {"yes", "no"}:
+        raise ConfigError(f"shared is {text!r}; allowed: no, yes")
+    return text == "yes" and sys.platform == "linux"
+
+
+def _size(name: str, text: str) -> int:
+    try:
+        return max(1, parse_size(text))
+    except ConfigError as error:
+        raise ConfigError(f"{name} of a server's URL is {text!r}: {error}") from error
 
 
 def _number(name: str, text: str, low: float, high: float) -> float:

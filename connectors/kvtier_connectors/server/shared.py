@@ -1,0 +1,77 @@
+"""Payloads that never pass through a socket: read where the server has them, staged for it."""
+
+from __future__ import annotations
+
+from kvtier.errors import ConnectorDataError, ConnectorError, ConnectorUnavailableError
+from kvtier.interfaces import ReadOutcome
+from kvtier.wire import Lease, Leased, Message, Status, Take
+from kvtier.wire_shared import copied
+from kvtier_connectors.server.files import SharedFiles
+from kvtier_connectors.server.line import Line
+from kvtier_connectors.server.settings import Settings
+
+
+class NotSharedError(ConnectorError):
+    """Not through shared memory, that is; by the socket it may be."""
+
+
+class SharedPath:
+    """One connector's way through shared memory. Belongs to its loop."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._files = SharedFiles(settings)
+
+    async def read(self, line: Line, key: bytes, offset: int, into: memoryview) -> ReadOutcome:
+        """Lease an object, copy what there is of a range, release it.
+
+        Raises ``NotSharedError``, or another ``ConnectorError`` of the line.
+        """
+        number = line.number()
+        leased, _ = await line.ask(Lease(number, key), number)
+        if not isinstance(leased, Leased):
+            raise ConnectorDataError(f"an answer of another kind: {type(leased).__name__}")
+        if leased.status is Status.ABSENT:
+            return None
+        if leased.status is not Status.OK:
+            raise NotSharedError(leased.text)
+        try:
+            view = await self._view(leased)
+            data = view[offset : offset + len(into)]
+            await copied(data, into[: len(data)])
+            if not line.holds:
+                raise ConnectorUnavailableError("the server has gone while its memory was read")
+            return len(data)
+        finally:
+            line.release(number)
+
+    async def write(self, line: Line, key: bytes, data: memoryview) -> Message:
+        """Stage an object and have the server take it; return its answer.
+
+        Raises ``NotSharedError``, or another ``ConnectorError`` of the line.
+        """
+        part = await self._files.stage(len(data))
+        if part is None:
+            raise NotSharedError("no room in a staging file")
+        read = False
+        try:
+            await copied(data, part.view)
+            number = line.number()
+            take = Take(number, key, part.region, part.offset, part.nbytes)
+            answer, _ = await line.ask(take, number)
+            read = True
+        finally:
+            self._files.unstage(part, read=read)
+        return answer
+
+    def close(self) -> None:
+        """Let go of all files."""
+        self._files.close()
+
+    async def _view(self, leased: Leased) -> memoryview:
+        memory = await self._files.objects(leased.region)
+        if memory is None:
+            raise NotSharedError("the file that it lies in is not to be had")
+        view = memory[leased.offset : leased.offset + leased.nbytes]
+        if len(view) != leased.nbytes:
+            raise ConnectorDataError("an object that ends behind its file")
+        return view
