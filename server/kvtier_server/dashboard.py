@@ -14,18 +14,19 @@ from fastapi.responses import HTMLResponse
 from kvtier.constants import HISTORY_STEP_S
 from kvtier.obs.dashboard.history import History
 from kvtier.obs.dashboard.page import dashboard
+from kvtier_server.routes import refusals
 
 
 def add_dashboard(app: FastAPI, history: History, allowed: Sequence[Depends]) -> None:
     """Serve the page to everybody, as it holds nothing, and the history to who is allowed."""
-    page = dashboard("v1/stats", "v1/history")
+    page = dashboard("v1/stats", "v1/history", "v1/namespaces")
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def show() -> HTMLResponse:
         """The dashboard."""
         return HTMLResponse(page.html, headers=page.headers)
 
-    @app.get("/v1/history", dependencies=allowed)
+    @app.get("/v1/history", dependencies=allowed, responses=refusals(401))
     async def samples() -> dict[str, Any]:
         """What the figures were in the last quarter of an hour, for the dashboard."""
         return history.told()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
+from kvtier.obs.counters import tenant_name
 from kvtier.obs.series import Reader, Series, counter, gauge, seen_from
 from kvtier.obs.stats import CacheStats
 from kvtier.obs.tier_series import TIER_SERIES
-from kvtier.obs.told import told_cache, told_health, told_tier
+from kvtier.obs.told import told_cache, told_health, told_tenant, told_tier
 from kvtier_server.counters import Counters
 
 
@@ -26,8 +27,12 @@ class Snapshot:
     draining: bool
 
 
-def stats_of(now: Snapshot) -> dict[str, Any]:
-    """Return every figure, named as ``kvtier-serve`` names them; an object counts as a token."""
+def stats_of(now: Snapshot, credentials: Iterable[str] = ()) -> dict[str, Any]:
+    """Return every figure, named as ``kvtier-serve`` names them; an object counts as a token.
+
+    ``credentials`` are told apart, as tenants, those that have asked for anything: whoever reads
+    this may know of them.
+    """
     cache = now.cache
     return {
         "model": "kvtier daemon",
@@ -43,6 +48,11 @@ def stats_of(now: Snapshot) -> dict[str, Any]:
             "inflight_bytes": now.inflight_bytes,
             "stopped": now.stopped_connections,
             **asdict(now.counters),
+        },
+        "tenants": {
+            name: told_tenant(cache.tenants[tenant_name(name)])
+            for name in credentials
+            if tenant_name(name) in cache.tenants
         },
     }
 

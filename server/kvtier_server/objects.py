@@ -134,8 +134,11 @@ class Objects:
         """Do the same with the object at an address."""
         found: Held | MissReason = MissReason.CODEC
         for _ in range(_SIZE_TRIES):
-            codec = await self._codec_of(address, deadline)
+            match = await self._match(self._payload(address, None), deadline)
+            codec = _codec_in(match)
             if codec is None or opaque_codec(codec) is None:
+                if match is not None:
+                    self._cache.note_admission(match, 0, 1)
                 return Fault(Status.ABSENT)
             found = await self._load(self._payload(address, _size_of(codec)), deadline)
             # A remote tells an object's size in its header alone, and that has been read now.
@@ -221,8 +224,7 @@ class Objects:
 
     async def _codec_of(self, address: Address, deadline: float) -> str | None:
         """Return what says an object's size; None where there is no object."""
-        match = await self._match(self._payload(address, None), deadline)
-        return match.hits[0].codec if match is not None and match.hits else None
+        return _codec_in(await self._match(self._payload(address, None), deadline))
 
     async def _match(self, payload: Payload, deadline: float) -> Ready | None:
         """Look up an object; None: a tier that may hold it does not answer in time."""
@@ -257,6 +259,10 @@ class Objects:
 def namespace_of(credential: str) -> Namespace:
     """Return the namespace of a credential's objects; it is a tenant of its own."""
     return Namespace(_SCHEME, opaque_layout(1), tenant_salt=credential)
+
+
+def _codec_in(match: Ready | None) -> str | None:
+    return match.hits[0].codec if match is not None and match.hits else None
 
 
 def _size_of(codec: str) -> int:

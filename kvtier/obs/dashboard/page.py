@@ -23,14 +23,16 @@ class Page:
     headers: dict[str, str]
 
 
-def dashboard(stats: str, history: str = "") -> Page:
+def dashboard(stats: str, history: str = "", namespaces: str = "") -> Page:
     """Return the page of a server.
 
-    ``stats`` is where its figures are and ``history`` where those of the last while are, as paths
-    relative to the page; without a history the page knows only what it has seen itself.
+    ``stats`` is where its figures are, ``history`` where those of the last while are and
+    ``namespaces`` where it says what each holds, as paths relative to the page. Without a history
+    the page knows only what it has seen itself.
     """
-    text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    html = text.replace("{stats}", escape(stats), 1).replace("{history}", escape(history), 1)
+    html = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    for name, path in {"stats": stats, "history": history, "namespaces": namespaces}.items():
+        html = html.replace(f"{{{name}}}", escape(path), 1)
     policy = (
         "default-src 'none'",
         f"script-src {_source(html, 'script')}",
@@ -46,7 +48,6 @@ def dashboard(stats: str, history: str = "") -> Page:
         {
             "Content-Security-Policy": "; ".join(policy),
             "Cache-Control": "no-cache",
-            "Cross-Origin-Opener-Policy": "same-origin",
             "Referrer-Policy": "no-referrer",
             "X-Content-Type-Options": "nosniff",
         },
