@@ -371,7 +371,8 @@ class Load:
         end = self._end_token(brought[-1]) if brought else start
         by_tier: dict[Tier, int] = {}
         for piece in brought:
-            by_tier[piece.tier] = by_tier.get(piece.tier, 0) + len(piece.tokens)
+            tier = self.sequence.came_from(piece.chunk, piece.tier)
+            by_tier[tier] = by_tier.get(tier, 0) + len(piece.tokens)
         failure = self._failure if lost else None
         misses = missed(lost, self._pieces[self._failed_at].tier, failure) if failure else ()
         codecs = self._context.shapes.codecs

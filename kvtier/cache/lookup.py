@@ -132,6 +132,8 @@ class Lookup:
         for chunk in range(start_token // size, end_token // size):
             tokens = (chunk + 1) * size - max(start_token, chunk * size)
             tier = match.hits[chunk].tier if chunk < len(match.hits) else None
+            if tier is not None:
+                tier = match.sequence.came_from(chunk, tier)
             if tier is not Tier.DRAM:
                 self._counters.note_miss(salt, Tier.DRAM, MissReason.ABSENT, tokens)
             if tier in {None, Tier.REMOTE} and self._disk is not None:

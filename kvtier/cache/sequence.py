@@ -9,7 +9,7 @@ from kvtier.constants import DIGEST_BYTES, PIN_S_MAX, TOKEN_BYTES, TTL_S_MAX
 from kvtier.errors import ConfigError
 from kvtier.keys import encode_tokens, extend_chain
 from kvtier.obs.events import Content, EventLog
-from kvtier.types import ChunkKey, Features, KVLayout, MissReason, Namespace, Placement
+from kvtier.types import ChunkKey, Features, KVLayout, MissReason, Namespace, Placement, Tier
 
 _FEATURES_DEFAULT = Features()
 
@@ -49,6 +49,8 @@ class Sequence:
         #: Until when its lookups wait for a remote; None: nothing is asked for it.
         self.pending_until: float | None = None
         self.touched = False  # Whether its request was noted as an access to what was found.
+        #: Chunks that came up into DRAM for it before it had blocks, and where they lay.
+        self.prefetched: dict[int, Tier] = {}
         #: How many of its first chunks the engine has from a lossy codec.
         self.lossy_chunks = 0
         #: Why its last store ordered less than was asked for; None: nothing was refused.
@@ -102,6 +104,12 @@ class Sequence:
     def chunk_keys(self) -> list[ChunkKey]:
         """Keys of the complete chunks: the sequence's own list, which callers do not change."""
         return self._chunk_keys
+
+    def came_from(self, chunk: int, tier: Tier) -> Tier:
+        """Return the tier that gave a chunk, now found in ``tier``: what a prefetch has moved
+        counts for where it lay.
+        """
+        return self.prefetched.get(chunk, tier) if tier is Tier.DRAM else tier
 
     def append(self, tokens: collections.abc.Sequence[int]) -> None:
         """Add tokens at the end and key every chunk that they complete.

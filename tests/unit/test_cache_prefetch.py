@@ -11,7 +11,7 @@ from kvtier.constants import PREFETCH_CHUNKS_INFLIGHT_MAX, PREFETCHES_MAX
 from kvtier.errors import ConnectorUnavailableError
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import wait_until
-from kvtier.types import Tier
+from kvtier.types import MissReason, Tier
 from tests.lib.cache_setup import CHUNK, tier_stats
 from tests.lib.remote_lab import RemoteLab, quiet, remote_lab, tiers_of, tokens_of, uploaded
 
@@ -45,6 +45,35 @@ def test_what_a_disk_holds_comes_up_too(lab: RemoteLab) -> None:
     engine = lab.open(disk_chunks=16)
     assert engine.cache.prefetch(engine.match(engine.sequence(TWELVE)))
     wait_until(lambda: tier_stats(engine.cache, Tier.DRAM).chunks == 12, "it does not come")
+
+
+def test_what_was_brought_up_for_a_request_counts_for_the_tier_it_lay_in(lab: RemoteLab) -> None:
+    engine = lab.filled(TWELVE)
+    mine, other = engine.sequence(TWELVE), engine.sequence(TWELVE)
+    assert engine.cache.prefetch(engine.match(mine))
+    wait_until(lambda: tier_stats(engine.cache, Tier.DRAM).chunks == 12, "it does not come")
+    quiet(engine)
+    again = engine.match(mine)
+    assert tiers_of(again) == [Tier.DRAM] * 12, "what it costs to load is what counts there"
+    engine.cache.note_admission(again, 0, len(TWELVE))
+    assert engine.load(again).outcome.tokens_by_tier == {Tier.REMOTE: len(TWELVE)}
+    dram, remote = (tier_stats(engine.cache, tier).counters for tier in (Tier.DRAM, Tier.REMOTE))
+    assert dict(dram.miss_tokens) == {MissReason.ABSENT: len(TWELVE)}
+    assert (dram.hit_tokens, remote.hit_tokens) == (0, len(TWELVE))
+    found = engine.load(engine.match(other)).outcome.tokens_by_tier
+    assert found == {Tier.DRAM: len(TWELVE)}, "that one found it there"
+
+
+def test_what_left_dram_meanwhile_comes_from_where_it_lies(lab: RemoteLab) -> None:
+    engine = lab.filled(TWELVE, dram_chunks=12)
+    mine = engine.sequence(TWELVE)
+    assert engine.cache.prefetch(engine.match(mine))
+    quiet(engine)
+    engine.store(engine.sequence(tokens_of(12, start=1000)))
+    uploaded(engine)
+    match = engine.match(mine)
+    assert Tier.REMOTE in tiers_of(match)
+    assert engine.load(match).outcome.tokens_by_tier == {Tier.REMOTE: len(TWELVE)}
 
 
 def test_few_chunks_are_on_their_way_at_a_time(lab: RemoteLab) -> None:

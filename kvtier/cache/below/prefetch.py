@@ -1,5 +1,6 @@
 """Bringing up what a queued request will load, before it has blocks: disk and remotes to DRAM.
 
+What it has brought counts as a hit of the tier it lay in, for the request that it was brought for.
 A prefetch is a hope: it takes a share of DRAM at most, pins nothing that has come, and ends at the
 first chunk that does not come. The load does all again that was lost meanwhile.
 """
@@ -82,6 +83,9 @@ class Prefetcher:
         for fill in ended:
             fill.leave()
             prefetch.coming.remove(fill)
+            if fill.failure is None:
+                origin = fill.source.origin
+                prefetch.match.sequence.prefetched[origin.position] = origin.tier
         stale = not self._roots.current(prefetch.match.sequence)
         overdue = self._clock.now() >= prefetch.deadline
         if stale or overdue or any(fill.failure is not None for fill in ended):
