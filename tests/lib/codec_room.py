@@ -51,17 +51,20 @@ class Room:
         directories: int = 1,
         files: FileSystem | None = None,
         remote: str = "",
+        remote_codec: str | None = None,
+        remote_bytes: int = 0,
     ) -> None:
         """``disk_codec`` as the option has it: ``int4``, ``zstd``, ``int8+zstd``.
 
-        With the URL of a ``remote`` there is no disk.
+        With the URL of a ``remote`` there is no disk; ``remote_codec`` is its byte codec.
         """
         block, byte = split_codec(disk_codec) if disk_codec else (None, None)
         more = tuple(str(folder / f"disk{number}") for number in range(1, directories))
         disk = DiskConfig(
             str(folder / "disk"), disk_bytes, more_paths=more, codec=block, byte_codec=byte
         )
-        remotes = (RemoteConfig(remote),) if remote else ()
+        there = RemoteConfig(remote or "memory://", remote_bytes, byte_codec=remote_codec)
+        remotes = (there,) if remote else ()
         config = CacheConfig(
             16 * MIB, None if remote else disk, remotes, codec=codec, slab_bytes=MIB
         )
