@@ -12,6 +12,7 @@ from kvtier.cache.load import Load
 from kvtier.cache.match import Ready
 from kvtier.cache.worth.cost import Reason
 from kvtier.cache.worth.costs import Choice
+from kvtier.cache.worth.patience import IN_VAIN
 from kvtier.constants import COST_SAVE_S
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import EngineDouble, Loading, wait_until
@@ -103,7 +104,7 @@ def test_a_load_that_does_not_come_is_given_up_when_computing_would_be_done(
     loading = begin(engine, match, choice)
     assert not engine.step(loading)
     gate.wait_for_arrivals()
-    clock.advance(len(TOKENS) * 0.1 - 0.01)
+    clock.advance(len(TOKENS) * 0.1 * IN_VAIN - 0.01)
     assert not engine.step(loading)
     clock.advance(0.02)
     assert engine.step(loading)
