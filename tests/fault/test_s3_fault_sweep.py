@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -13,16 +14,23 @@ from kvtier.constants import KIB, MIB
 from kvtier.errors import ConnectorError, ConnectorTimeoutError, ConnectorUnavailableError
 from kvtier.testing.connector_contract import payload_of
 from kvtier.types import ReadRequest, WriteItem
+from kvtier_connectors.decorators.encrypted import Encrypted
 from kvtier_connectors.s3 import S3Connector
 from kvtier_connectors.s3.settings import parse_url
+from tests.lib.connector_script import Script
 from tests.lib.fault_proxy import FaultProxy, Plan, Trouble, fault_proxy
 from tests.lib.s3_servers import BUCKET, client, seaweed, url_of, use_credentials
+from tests.lib.stream_proxy import At, Mischief, StreamProxy, Way, stream_proxy
 
 #: S3 takes no smaller parts, so one large object of two of them is enough.
 PART_BYTES = 5 * MIB
 SIZES = {b"small": 100, b"pieces": 200 * KIB, b"parts": PART_BYTES + 1000}
 OBJECTS = {key: payload_of(key, nbytes) for key, nbytes in SIZES.items()}
-RANGE = ReadRequest(b"parts", 10, 3 * 64 * KIB)
+REQUESTS = [
+    ReadRequest(b"small", 0, SIZES[b"small"]),
+    ReadRequest(b"pieces", 0, SIZES[b"pieces"]),
+    ReadRequest(b"parts", 10, 3 * 64 * KIB),
+]
 #: Scripts under way at the same time.
 TOGETHER = 6
 #: Of so many requests one meets each trouble in a run of normal size; a soak sweeps all of them.
@@ -58,49 +66,10 @@ def opened(endpoint: str, timeout_s: float = TIMEOUT_S, tries: int = 3) -> S3Con
     )
 
 
-class Script:
-    """Uses every method once; keeps what came of it."""
-
-    def __init__(self) -> None:
-        self.written: list[ConnectorError | None] = []
-        self.there: list[bool] = []
-        self.read: list[object] = []
-        self.listed: dict[bytes, int] | ConnectorError = {}
-        self.left: list[bool] = []
-
-    async def run(self, connector: S3Connector) -> None:
-        items = [WriteItem(key, memoryview(data)) for key, data in OBJECTS.items()]
-        self.written = await connector.write(items)
-        self.there = await connector.contains([*OBJECTS, b"absent"])
-        requests = [ReadRequest(key, 0, SIZES[key]) for key in (b"small", b"pieces")]
-        requests += [RANGE, ReadRequest(b"absent", 0, 10)]
-        buffers = [bytearray(b"\xee" * request.nbytes) for request in requests]
-        outcomes = await connector.read(requests, [memoryview(buffer) for buffer in buffers])
-        for request, buffer, outcome in zip(requests, buffers, outcomes, strict=True):
-            self.read.append(outcome)
-            if isinstance(outcome, int):
-                data = OBJECTS[request.key][request.offset : request.offset + outcome]
-                assert bytes(buffer[:outcome]) == data, "wrong bytes"
-        try:
-            self.listed = {info.key: info.nbytes async for info in connector.list(b"")}
-        except ConnectorError as error:
-            self.listed = error
-        await connector.delete([b"small", b"absent"])
-        self.left = await connector.contains([*OBJECTS])
-
-    def assert_well(self) -> None:
-        """Nothing went wrong, as far as anybody can tell."""
-        assert self.written == [None] * len(OBJECTS)
-        assert self.there == [True, True, True, False]
-        assert self.read == [SIZES[b"small"], SIZES[b"pieces"], RANGE.nbytes, None]
-        assert self.listed == SIZES
-        assert self.left == [False, True, True]
-
-
 async def act(
     endpoint: str, plan: Plan, timeout_s: float = TIMEOUT_S, tries: int = 3
 ) -> tuple[Script, FaultProxy]:
-    script = Script()
+    script = Script(SIZES, REQUESTS)
     async with fault_proxy(endpoint) as proxy, asyncio.timeout(SCRIPT_S_MAX):
         proxy.plan = plan
         connector = opened(proxy.endpoint, timeout_s, tries)
@@ -135,6 +104,7 @@ async def test_b77_whichever_request_goes_wrong_once_nobody_notices(
 ) -> None:
     script, proxy = await act(endpoint, lambda number: None)
     script.assert_well()
+    assert script.listed == SIZES
     assert proxy.requests > 20
     stride = STRIDE if scale == 1 else 1
     plans = [
@@ -144,6 +114,7 @@ async def test_b77_whichever_request_goes_wrong_once_nobody_notices(
     ]
     for script in await in_turns(endpoint, plans):
         script.assert_well()
+        assert script.listed == SIZES
 
 
 @pytest.mark.parametrize("trouble", Trouble)
@@ -161,6 +132,41 @@ async def test_what_goes_wrong_for_ever_gives_errors_and_never_wrong_bytes(
     assert isinstance(script.listed, ConnectorError)
 
 
+class Key:
+    """The same key for everybody."""
+
+    def key(self, tenant: str) -> bytes:
+        return bytes(range(32))
+
+
+@pytest.mark.parametrize("mischief", [Mischief.FLIP, Mischief.GARBAGE])
+async def test_b78_wherever_a_byte_is_changed_nothing_wrong_is_believed(
+    endpoint: str, mischief: Mischief, scale: int
+) -> None:
+    """A range comes without a checksum: what is changed in it is found by whoever decrypts it."""
+    where = urlsplit(endpoint)
+    assert where.hostname is not None
+    assert where.port is not None
+    target = (where.hostname, where.port)
+
+    async def through(fault: At | None) -> StreamProxy:
+        async with stream_proxy(target, fault) as proxy, asyncio.timeout(SCRIPT_S_MAX):
+            inner = opened(f"http://127.0.0.1:{proxy.port}", timeout_s=1.0, tries=2)
+            connector = Encrypted(inner, Key(), "tenant")
+            script = Script(SIZES, REQUESTS)
+            await script.run(connector)
+            if fault is None:
+                script.assert_well()
+            await connector.close()
+        return proxy
+
+    passed = (await through(None)).passed
+    count = 6 * scale
+    for number in range(count):
+        for way in Way:
+            await through(At(mischief, way, passed[way] * number // count + number))
+
+
 async def test_it_is_well_again_once_the_store_is(endpoint: str) -> None:
     async with fault_proxy(endpoint) as proxy:
         connector = opened(proxy.endpoint, tries=2)
@@ -169,9 +175,10 @@ async def test_it_is_well_again_once_the_store_is(endpoint: str) -> None:
             (written,) = await connector.write([WriteItem(b"small", memoryview(b"data"))])
             assert isinstance(written, ConnectorUnavailableError)
             proxy.plan = lambda number: None
-            script = Script()
+            script = Script(SIZES, REQUESTS)
             await script.run(connector)
             script.assert_well()
+            assert script.listed == SIZES
             await connector.delete([*OBJECTS])
         await connector.close()
 

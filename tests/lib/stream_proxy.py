@@ -62,6 +62,7 @@ class StreamProxy:
         self._fault = fault
         self._let_go = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: set[asyncio.StreamWriter] = set()
 
     def calm(self) -> None:
         """Play no mischief any more."""
@@ -72,10 +73,12 @@ class StreamProxy:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
+        self._writers.add(writer)
         try:
             # A test that fails cancels what is under way.
             with suppress(OSError, asyncio.CancelledError):
                 far_reader, far_writer = await asyncio.open_connection(*self._target)
+                self._writers.add(far_writer)
                 await asyncio.gather(
                     self._pump(Way.UP, reader, far_writer, writer),
                     self._pump(Way.DOWN, far_reader, writer, far_writer),
@@ -85,8 +88,10 @@ class StreamProxy:
             self._tasks.discard(task)
 
     async def close(self) -> None:
-        """Let go of what hangs, and wait until nothing is under way."""
+        """End what is under way: a client may leave a connection to the collector of garbage."""
         self._let_go.set()
+        for writer in self._writers:
+            writer.transport.abort()
         while self._tasks:
             await asyncio.wait(self._tasks)
 
