@@ -6,7 +6,6 @@ Reads its orders as JSON from standard input; ``tests/lib/vllm_runs.py`` says wh
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from typing import Any
@@ -59,7 +58,8 @@ def serve(engine: Any, prompts: list[dict[str, Any]], count: int) -> dict[str, A
     )
     began = time.monotonic()
     asked = [
-        {"prompt_token_ids": each["tokens"]} | ({"cache_salt": each["salt"]} if each["salt"] else {})
+        {"prompt_token_ids": each["tokens"]}
+        | ({"cache_salt": each["salt"]} if each["salt"] else {})
         for each in prompts
     ]
     outputs = engine.generate(asked, sampling, use_tqdm=False)
@@ -68,7 +68,10 @@ def serve(engine: Any, prompts: list[dict[str, Any]], count: int) -> dict[str, A
         "seconds": time.monotonic() - began,
         "tokens": [list(answer.token_ids) for answer in answers],
         "logprobs": [
-            [step[token].logprob for step, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+            [
+                step[token].logprob
+                for step, token in zip(answer.logprobs, answer.token_ids, strict=True)
+            ]
             for answer in answers
         ],
         "cached": [output.num_cached_tokens for output in outputs],
