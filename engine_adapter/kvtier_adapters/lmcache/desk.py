@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvtier_adapters.lmcache.books import Locks, Results, Sizes
-from kvtier_adapters.lmcache.limits import STORES_ACTIVE_MAX
+from kvtier_adapters.lmcache.limits import LAYOUTS_MAX, STORES_ACTIVE_MAX
 from kvtier_adapters.lmcache.naming import L2_SCHEME, SEAL_BYTES, seal, sealed_bytes
 from kvtier_adapters.payloads.complaints import Complaints
 from kvtier_adapters.payloads.runner import Job, Runner
@@ -76,6 +76,7 @@ class L2Desk:
         self._looked_up: Results[list[bool]] = Results()
         self._loaded: Results[list[bool]] = Results()
         self._locks, self._sizes = Locks(), Sizes()
+        self._layouts: dict[str, None] = {}
         self._lock = threading.Lock()
         self._loads = Runner("kvtier-lmcache-load", complaints)
         self._stores = Runner("kvtier-lmcache-store", complaints, active_max=STORES_ACTIVE_MAX)
@@ -84,6 +85,7 @@ class L2Desk:
         """Begin to store; the result is the bytes that were stored, or -1 if not all were."""
         task = next(self._numbers)
         items = [(one.name, (one.memory, seal(len(one.memory), one.layout))) for one in objects]
+        self._note_layouts(objects)
         job = Job(self._face.put(items), lambda came: self._end_store(task, objects, came))
         self._stores.submit(job)
         return task
@@ -159,6 +161,18 @@ class L2Desk:
         self._loads.close()
         self._stores.close()
         self._store.close()
+
+    @property
+    def layouts(self) -> list[str]:
+        """The first ``LAYOUTS_MAX`` layouts that were stored, as an import takes them."""
+        with self._lock:
+            return list(self._layouts)
+
+    def _note_layouts(self, objects: Sequence[Object]) -> None:
+        with self._lock:
+            for layout in {one.layout for one in objects}:
+                if len(self._layouts) < LAYOUTS_MAX:
+                    self._layouts[layout] = None
 
     def _load(self, objects: Sequence[Object]) -> Steps[list[bool]]:
         seals = [bytearray(SEAL_BYTES) for _ in objects]

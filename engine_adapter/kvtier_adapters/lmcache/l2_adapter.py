@@ -125,6 +125,7 @@ class KVTierL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             "is_healthy": self._store.healthy,
             "type": type(self).__name__,
             **self._desk.figures,
+            "layouts": self._desk.layouts,
             "tiers": {
                 str(tier.tier): {
                     "state": tier.state,

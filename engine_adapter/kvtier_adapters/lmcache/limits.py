@@ -14,8 +14,12 @@ KEYS_MAX: Final = 1_048_576
 LOCKS_MAX: Final = 1_048_576
 #: Stores that one adapter works at in one moment: few, so that loads are not held up.
 STORES_ACTIVE_MAX: Final = 4
+#: Layouts that one adapter tells of.
+LAYOUTS_MAX: Final = 16
 
 #: Bytes that an import reads before it waits for them to be kept.
 IMPORT_BATCH_BYTES: Final = 64 * MIB
-#: Files that an import looks at.
-IMPORT_FILES_MAX: Final = 10_000_000
+#: Files that one import takes on.
+IMPORT_FILES_MAX: Final = 1_000_000
+#: How long an import waits for the disk to be opened, and for what it read to be written.
+IMPORT_WAIT_S: Final = 120.0

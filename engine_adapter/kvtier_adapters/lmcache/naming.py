@@ -12,14 +12,29 @@ same keys and sizes. The seal parts them.
 from __future__ import annotations
 
 import hashlib
+import math
+import re
 import struct
 from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
+
+from kvtier.errors import ConfigError
 
 _SEAL: Final = struct.Struct("<4sIQ16s")
 _MAGIC: Final = b"KVTL"
 _VERSION: Final = 1
 SEAL_BYTES: Final = _SEAL.size
+
+_TENSOR: Final = re.compile(r"(\w+)\[(\d+(?:,\d+)*)\]")
+_DTYPE_BYTES: Final = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
 
 #: Whose keys the L2 adapter keeps, and in which form.
 L2_SCHEME: Final = "l2 objects 1"
@@ -68,6 +83,21 @@ def layout_text(shapes: Iterable[Sequence[int]], dtypes: Iterable[object]) -> st
         f"{str(dtype).removeprefix('torch.')}[{','.join(map(str, shape))}]"
         for shape, dtype in zip(shapes, dtypes, strict=True)
     )
+
+
+def layout_bytes(layout: str) -> int:
+    """Return the bytes of an object of a layout. Raises ``ConfigError`` for what is none."""
+    total = 0
+    for tensor in layout.split(";"):
+        match = _TENSOR.fullmatch(tensor)
+        size = _DTYPE_BYTES.get(match[1], 0) if match else 0
+        if match is None or not size:
+            raise ConfigError(
+                f"layout {layout!r}: allowed is a dtype of {', '.join(sorted(_DTYPE_BYTES))} with "
+                "its shape, as in 'bfloat16[2,32,256,1024]', several joined by ';'"
+            )
+        total += size * math.prod(map(int, match[2].split(",")))
+    return total
 
 
 def seal(nbytes: int, layout: str) -> bytes:
