@@ -14,7 +14,8 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from kvtier.cli.secrets import bearer, server_url
+from kvtier.cli.control import TokenFile, TokenName, server_at
+from kvtier.cli.secrets import bearer
 from kvtier.cli.stat_view import Said, rest_view, server_view
 from kvtier.clock import SystemClock
 from kvtier.errors import ConfigError, TierUnavailableError
@@ -40,14 +41,16 @@ def stat(
     api_key: Annotated[
         str, typer.Option(envvar="KVTIER_API_KEY", show_envvar=False, help="The server's key.")
     ] = "",
+    token_file: TokenFile = None,
+    token_name: TokenName = None,
 ) -> None:
     """Show tiers: state, what they hold, hits, misses by reason, speed. Ctrl-C ends it."""
     if "://" not in target:
         _show_rest(Path(target), json_output=json_output)
         return
-    where = server_url("URL", target)
+    server = server_at(target, token_file, token_name, api_key)
     asked = urllib.request.Request(  # noqa: S310 - http or https
-        f"{where.scheme}://{where.netloc}{_PATH}", headers=bearer(api_key)
+        server.url + _PATH, headers=bearer(server.token)
     )
     if json_output:
         typer.echo(json.dumps(said(asked), indent=2))
@@ -85,7 +88,11 @@ def said(asked: urllib.request.Request) -> Said:
         with urllib.request.urlopen(asked, timeout=_TIMEOUT_S) as answer:  # noqa: S310
             report = json.loads(answer.read(_ANSWER_BYTES_MAX))
     except HTTPError as error:
-        why = "the key is missing or wrong (--api-key)" if error.code == 401 else str(error)
+        why = (
+            "the key is missing or wrong (--api-key, --token-file)"
+            if error.code == 401
+            else str(error)
+        )
         raise TierUnavailableError(f"{asked.full_url}: {why}") from error
     except (OSError, HTTPException, ValueError, RecursionError) as error:
         raise TierUnavailableError(f"{asked.full_url}: no answer of a server ({error})") from error
@@ -103,7 +110,7 @@ def _shown(asked: urllib.request.Request, now: Said, before: Said | None) -> Gro
 
 
 def _strange(asked: urllib.request.Request) -> TierUnavailableError:
-    return TierUnavailableError(f"{asked.full_url}: the answer is not one of kvtier-serve")
+    return TierUnavailableError(f"{asked.full_url}: the answer is not one of kvtier-serve or kvtier daemon")
 
 
 def _show_rest(path: Path, *, json_output: bool) -> None:

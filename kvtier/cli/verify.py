@@ -12,6 +12,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from kvtier.cli.control import ApiKey, Json, TokenFile, TokenName, server_at
+from kvtier.cli.verify_server import verify_server
+from kvtier.clock import SystemClock
 from kvtier.codecs.calibration_store import FOLDER, CalibrationStore
 from kvtier.config import Durability, format_size
 from kvtier.errors import ConfigError, TierUnavailableError
@@ -23,18 +26,35 @@ _SHOWN_MAX = 50
 
 
 def verify(
-    paths: Annotated[
-        list[Path],
+    targets: Annotated[
+        list[str],
         typer.Argument(
-            metavar="PATH...", help="Directory of a disk tier; all of them, if several."
+            metavar="PATH...|URL",
+            help="Directory of a disk tier, all of them, if several; or a cache server.",
         ),
     ],
     repair: Annotated[  # noqa: FBT002
         bool, typer.Option("--repair", help="Quarantine what is corrupt, remove what is useless.")
     ] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,  # noqa: FBT002
+    json_output: Json = False,  # noqa: FBT002
+    token_file: TokenFile = None,
+    token_name: TokenName = None,
+    api_key: ApiKey = "",
 ) -> None:
-    """Read every byte of a disk tier; exit status 1 when something is wrong and not mended."""
+    """Read every byte of a disk tier; exit status 1 when something is wrong and not mended.
+
+    A cache server reads its own while it serves, and mends nothing.
+    """
+    if any("://" in target for target in targets):
+        if repair or len(targets) > 1:
+            raise ConfigError("a server's disk is read as a whole, without --repair")
+        server = server_at(targets[0], token_file, token_name, api_key)
+        verify_server(server, SystemClock(), json_output=json_output)
+        return
+    _verify_paths([Path(target) for target in targets], repair=repair, json_output=json_output)
+
+
+def _verify_paths(paths: list[Path], *, repair: bool, json_output: bool) -> None:
     for path in paths:
         if not (path / "shards").is_dir():
             raise ConfigError(f"{path} is no disk tier: it has no folder 'shards'")

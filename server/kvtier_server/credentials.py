@@ -9,16 +9,15 @@ import socket
 import struct
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 from kvtier.constants import DAEMON_TOKENS_MAX, WIRE_TOKEN_BYTES_MAX
 from kvtier.errors import ConfigError
+from kvtier.token_file import token_lines
 
 #: Whose objects those are of whoever needs no token.
 DEFAULT: Final = "default"
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_FILE_BYTES_MAX: Final = DAEMON_TOKENS_MAX * (WIRE_TOKEN_BYTES_MAX + 128)
 _PEER: Final = struct.Struct("3i")  # pid, uid, gid: struct ucred of unix(7).
 
 
@@ -49,13 +48,12 @@ def read_tokens(path: str, option: str = "--token-file") -> Tokens:
     """
     where = f"{option} = {path!r}"
     try:
-        with Path(path).open("rb") as file:
-            data = file.read(_FILE_BYTES_MAX + 1)
+        lines = token_lines(path)
     except OSError as error:
         raise ConfigError(f"{where}: {error.strerror or error}") from error
-    lines = [line.split() for line in data.splitlines()]
-    lines = [line for line in lines if line and not line[0].startswith(b"#")]
-    if len(data) > _FILE_BYTES_MAX or len(lines) > DAEMON_TOKENS_MAX:
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if len(lines) > DAEMON_TOKENS_MAX:
         raise ConfigError(f"{where}: allowed are {DAEMON_TOKENS_MAX} tokens")
     if len(lines) == 1 and len(lines[0]) == 1:
         lines = [[DEFAULT.encode(), *lines[0]]]

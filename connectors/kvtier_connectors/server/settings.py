@@ -5,13 +5,13 @@ from __future__ import annotations
 import ssl
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from kvtier.config import parse_size, url_options
-from kvtier.constants import SHARED_BYTES_MIN, WIRE_TOKEN_BYTES_MAX
+from kvtier.constants import SHARED_BYTES_MIN
 from kvtier.errors import ConfigError
+from kvtier.token_file import read_token
 
 PORT_DEFAULT: Final = 7070
 CONNECTIONS_MAX: Final = 64
@@ -91,17 +91,7 @@ def _token(path: str | None, name: str | None) -> bytes:
         if name is not None:
             raise ConfigError("token_name needs a token_file")
         return b""
-    try:
-        lines = [line.split() for line in Path(path).read_bytes().splitlines()]
-    except OSError as error:
-        raise ConfigError(f"token file {path}: {error.strerror or error}") from error
-    lines = [line for line in lines if line and not line[0].startswith(b"#")]
-    if name is not None:
-        lines = [line for line in lines if line[0] == name.encode()]
-    if len(lines) != 1 or len(lines[0]) > 2 or len(lines[0][-1]) > WIRE_TOKEN_BYTES_MAX:
-        asked = "one token" if name is None else f"one token of the name {name!r}"
-        raise ConfigError(f"token file {path}: allowed is {asked}")
-    return lines[0][-1]
+    return read_token(path, name)
 
 
 def _context(options: dict[str, str]) -> ssl.SSLContext:
