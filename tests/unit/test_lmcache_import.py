@@ -200,6 +200,6 @@ def test_the_command_tells_what_it_did(setup: PlugSetup, folder: Path) -> None:
         "left_out": {"another size": 1},
     }
     done = runner.invoke(app, command)
-    assert "3 objects found, 2 stored (32 KiB), 2 held" in done.stdout
+    assert "3 objects found, 2 stored (16 KiB), 2 held" in done.stdout
     assert "1 left out: another size" in done.stdout
     assert loaded(setup, key_of(1), key_of(2)) == [True, True]
