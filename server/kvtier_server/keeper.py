@@ -106,7 +106,7 @@ class Keeper:
         objects = Objects(self._cache, namespace_of(credential), self._clock)
         count, deadline = WarmCount(), self._clock.now() + seconds
         left = iter(addresses)
-        room_bytes = len(self._cache.arena) // 2
+        room_bytes = self._cache.stats().tiers[0].capacity_bytes // 2
 
         async def some() -> None:
             for address in left:

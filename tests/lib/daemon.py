@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -66,6 +67,31 @@ class Daemon:
         with urllib.request.urlopen(request, timeout=10) as answer:
             text: str = answer.read().decode()
             return text
+
+    def ask(
+        self, method: str, path: str, body: object = None, token: str = "", **headers: str
+    ) -> tuple[int, Any]:
+        """Send JSON to the control plane; return the status and the answer, whatever they are."""
+        told = {"Content-Type": "application/json", **headers}
+        if token:
+            told["Authorization"] = f"Bearer {token}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.http + path, data, told, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.loads(error.read())
+
+    def wait_for_line(self, part: str) -> None:
+        """Return once a line with this has been logged; fail when it ends without."""
+        with self._changed:
+            said = self._changed.wait_for(
+                lambda: self._ended or any(part in line for line in self.log), START_TIMEOUT_S
+            )
+            assert said, self.log
+            assert any(part in line for line in self.log), "\n".join(self.log)
 
     def connections(self) -> dict[str, int]:
         """What the data plane counts."""

@@ -128,7 +128,7 @@ def test_settings_that_contradict_are_refused() -> None:
     DaemonConfig((beyond,), cache, asked, tls=tls_files("c", "k", "a"))
     DaemonConfig((beyond,), cache, Door(Tokens({"ann": b"x"})))
     DaemonConfig((beyond,), cache, door, insecure=True)
-    with pytest.raises(ConfigError, match="--http.*--admin-token-file"):
+    with pytest.raises(ConfigError, match=r"--http.*--admin-token-file"):
         DaemonConfig((Address("::1", 7),), cache, asked, http=beyond)
     operators = Tokens({"default": b"x"})
     DaemonConfig((Address("::1", 7),), cache, door, http=beyond, operators=operators)

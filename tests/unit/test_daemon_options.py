@@ -1,0 +1,110 @@
+"""What the cache server is told by a file and the command line together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli.main import run
+from kvtier.constants import DAEMON_CONFIG_BYTES_MAX, GIB, MIB
+from kvtier.errors import ConfigError
+from kvtier_server.configure import configure
+from kvtier_server.options import Options, read_options
+
+FILE = """
+listen = ["127.0.0.1:7070", "[::1]:7070"]
+dram = "64MiB"
+disk = "/kv"
+disk_bytes = "1GiB"
+quota = 1048576
+insecure = true
+drain_seconds = 3
+[quotas]
+ann = "2GiB"
+ben = 0
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    file = tmp_path / "kvtier.toml"
+    file.write_text(FILE)
+    return file
+
+
+def test_a_file_says_what_the_command_line_does_not(file: Path) -> None:
+    options = read_options(str(file), {"dram": "128MiB", "connections": 7})
+    assert options == Options(
+        listen=("127.0.0.1:7070", "[::1]:7070"),
+        dram="128MiB",
+        disk=("/kv",),
+        disk_bytes=GIB,
+        quota="1048576",
+        insecure=True,
+        connections=7,
+        drain_seconds=3.0,
+        quotas={"ann": 2 * GIB, "ben": 0},
+    )
+    config = configure(options)
+    assert config.cache.dram_bytes == 128 * MIB
+    assert config.cache.disk is not None
+    assert config.cache.disk.paths == ("/kv",)
+    assert (config.quota_bytes, config.quotas) == (MIB, {"ann": 2 * GIB, "ben": 0})
+    assert config.drain_s == 3.0
+
+
+def test_without_a_file_the_defaults_hold() -> None:
+    assert read_options(None, {"listen": ["127.0.0.1:0"]}) == Options(listen=("127.0.0.1:0",))
+
+
+REFUSED = {
+    "disk_byte = 1": r"kvtier.toml has no 'disk_byte' \(did you mean 'disk_bytes'\?\)",
+    "[server]\nlisten = 'x'": "kvtier.toml has no 'server'",
+    "connections = '7'": "kvtier.toml: connections = '7': allowed is a int",
+    "connections = 0": "--connections = 0: allowed is 1 to 65536",
+    "drain_seconds = -1": "--drain-seconds = -1.0: allowed is 0 to 3600",
+    "log_level = 'loud'": "--log-level = 'loud': allowed is debug, info, warning, error",
+    "disk_bytes = '1GB'": "kvtier.toml: disk_bytes: not a size",
+    "insecure = 1": "kvtier.toml: insecure = 1: allowed is a bool",
+    "allow_uid = ['root']": "kvtier.toml: allow_uid = 'root'",
+    "quotas = 3": "quotas = 3: allowed is a table",
+    "[quotas]\nann = '1GB'": "quotas.ann: not a size",
+    "listen = [": "this is no TOML",
+    "#" + DAEMON_CONFIG_BYTES_MAX * "#": "allowed are",
+    "remote = 'redis://user:hunter2@host'": "remote holds a password; allowed is a file",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_a_file_that_cannot_be_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "kvtier.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=REFUSED[text]) as caught:
+        read_options(str(file), {})
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--config = '/none': No such file"):
+        read_options("/none", {})
+
+
+def test_an_option_of_the_command_line_is_named_as_it_was_written(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^--disk-bytes: not a size"):
+        read_options(str(file), {"disk_bytes": "1GB"})
+
+
+def test_a_quota_of_what_can_be_no_credential_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "kvtier.toml"
+    file.write_text("[quotas]\n'a b' = 1")
+    with pytest.raises(ConfigError, match="quotas: 'a b' can be no credential's name"):
+        configure(read_options(str(file), {"listen": ["127.0.0.1:0"]}))
+
+
+def test_the_command_reads_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "kvtier.toml"
+    file.write_text("listen = '0.0.0.0:1'")
+    with pytest.raises(SystemExit):
+        run(["daemon", f"--config={file}"])
+    assert "--listen = '0.0.0.0:1': whoever reaches this address" in capsys.readouterr().err
