@@ -1,4 +1,4 @@
-"""The dashboard of a real server in a real browser: with tokens, and over a restart."""
+"""The dashboards of real servers in a real browser: with tokens, over a restart, of an engine."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from kvtier.registry import connect
 from kvtier.types import ReadRequest, WriteItem
 from tests.lib.browser import browsing
 from tests.lib.daemon import daemon, free_port
+from tests.lib.server import LOAD_ALWAYS, idle, serving
+from tests.lib.tiny_llama import tiny_config, tiny_tensors, write_folder
 
 SIZE = 1 << 20
 #: Four of them, each with its header.
@@ -99,3 +101,25 @@ def test_a_restart_is_noticed(browser: Browser) -> None:
         expect(page.get_by_text("Nothing has been asked for yet.")).to_be_visible()
         page.context.close()
         assert server.stop() == 0
+
+
+def test_an_engine_shows_its_own(browser: Browser, tmp_path: Path) -> None:
+    config = tiny_config()
+    model = write_folder(tmp_path / "model", config, tiny_tensors(config))
+    options = ("--block-tokens=4", "--chunk-tokens=16", "--kv-bytes=8MiB", "--dram=64MiB")
+    with serving(f"--model={model}", LOAD_ALWAYS, *options) as engine:
+        prompt = list(range(10, 210))
+        engine.ask(prompt, 4, logprobs=None)
+        engine.wait_until(idle)
+        engine.ask(prompt, 4, logprobs=None)
+        page = browser.new_page()
+        page.goto(f"{engine.url}/dashboard")
+        expect(page.get_by_role("status")).to_have_text("ok")
+        assert page.locator("#tiers article .name").all_inner_texts() == [
+            "HBM\nfloat32\nok",
+            "DRAM\nraw\nok",
+        ]
+        expect(page.get_by_text("Sequences")).to_be_visible()
+        expect(page.get_by_text("This server does not tell namespaces apart.")).to_be_visible()
+        page.context.close()
+        assert engine.stop() == 0

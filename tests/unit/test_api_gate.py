@@ -14,7 +14,7 @@ from kvtier_engine.api.routes import http_error
 from kvtier_engine.api.service import Outcome
 from kvtier_engine.types import Delta, FinishReason, GenerateRequest, Usage
 from tests.lib.api_fakes import ScriptedEngine, Step
-from tests.lib.api_harness import MODEL, Api, error_of, events
+from tests.lib.api_harness import MODEL, REMOTE, Api, error_of, events
 
 ROUTES = ["/v1/models", "/v1/completions", "/version", "/openapi.json", "/nowhere", "/health/x"]
 
@@ -34,8 +34,20 @@ async def test_the_right_key_opens_and_probes_need_none() -> None:
     api = Api(api_key="sesame")
     for right in ("Bearer sesame", "bearer sesame"):
         assert (await api.get("/v1/models", authorization=right)).status_code == 200
-    for path in ("/health", "/metrics"):
+    for path in ("/health", "/metrics", "/dashboard"):
         assert (await api.get(path)).status_code == 200
+
+
+async def test_health_names_no_host_to_who_has_no_key() -> None:
+    api = Api(api_key="sesame")
+    for headers in ({}, {"authorization": "Bearer wrong"}):
+        told = await api.get("/health", **headers)
+        assert told.status_code == 200
+        assert told.json()["tiers"] == [{"name": "remote", "state": "unreachable"}]
+        assert "kv.internal" not in told.text
+    told = await api.get("/health", authorization="Bearer sesame")
+    assert told.json()["tiers"] == [REMOTE]
+    assert (await Api().get("/health")).json()["tiers"] == [REMOTE], "nobody has set a key"
 
 
 async def test_without_a_key_any_authorization_is_ignored() -> None:

@@ -14,10 +14,11 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
+from kvtier.obs.dashboard.page import dashboard
 from kvtier_engine.api.errors import internal_error
-from kvtier_engine.api.gate import ApiKeyGate
+from kvtier_engine.api.gate import ApiKeyGate, has_key
 from kvtier_engine.api.ports import ServedModel, TokenizerLike
 from kvtier_engine.api.routes import http_error, openai_routes
 from kvtier_engine.api.service import Service
@@ -33,6 +34,15 @@ class Health:
 
     serving: bool
     report: dict[str, Any]
+
+    @property
+    def public(self) -> dict[str, Any]:
+        """The report without what is not for everybody: of a tier, its name and state alone.
+
+        Details name paths, hosts and what is wrong with them.
+        """
+        tiers = [{"name": tier["name"], "state": tier["state"]} for tier in self.report["tiers"]]
+        return {**self.report, "tiers": tiers}
 
 
 def create_app(
@@ -71,11 +81,12 @@ def _add_operator_routes(
     registry: CollectorRegistry,
 ) -> None:
     @app.get("/health", tags=["operators"])
-    async def health_route() -> JSONResponse:
-        """Tell whether requests are answered, and how the tiers are."""
+    async def health_route(request: Request) -> JSONResponse:
+        """Tell whether requests are answered, and how the tiers are: in detail, with the key."""
         state = health()
         status = HTTPStatus.OK if state.serving else HTTPStatus.SERVICE_UNAVAILABLE
-        return JSONResponse(state.report, status_code=status)
+        known = has_key(request.headers, settings.config.api_key)
+        return JSONResponse(state.report if known else state.public, status_code=status)
 
     @app.get("/v1/kvtier/stats", tags=["operators"])
     async def stats_route() -> JSONResponse:
@@ -87,6 +98,13 @@ def _add_operator_routes(
         """Tell the counters to a scraper, in the format that it asks for."""
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(registry), media_type=content_type)
+
+    page = dashboard("v1/kvtier/stats")
+
+    @app.get("/dashboard", tags=["operators"])
+    async def dashboard_route() -> HTMLResponse:
+        """Show the figures of the tiers to a person; the page asks for the key."""
+        return HTMLResponse(page.html, headers=page.headers)
 
     @app.get("/version", tags=["operators"])
     async def version_route() -> JSONResponse:

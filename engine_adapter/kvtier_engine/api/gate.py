@@ -12,8 +12,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvtier_engine.api.errors import ApiError
 from kvtier_engine.api.limits import BODY_BYTES_MAX
 
-#: Routes that probes and scrapers reach without a key; they name no prompt, tenant or setting.
-OPEN_PATHS = frozenset({"/health", "/metrics"})
+#: Routes that probes, scrapers and browsers reach without a key; they name no prompt, tenant or
+#: setting, no path and no host. The dashboard is a page without figures, which asks for the key.
+OPEN_PATHS = frozenset({"/health", "/metrics", "/dashboard"})
 
 
 class ApiKeyGate:
@@ -21,19 +22,25 @@ class ApiKeyGate:
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
-        self._key = api_key.encode()
+        self._key = api_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401."""
-        if scope["type"] == "http" and self._key and scope["path"] not in OPEN_PATHS:
-            given = Headers(scope=scope).get("authorization", "")
-            # The scheme's case does not matter (RFC 9110, section 11.1); the key's does.
-            scheme, _, key = given.partition(" ")
-            right = hmac.compare_digest(key.strip().encode("latin-1"), self._key)
-            if scheme.lower() != "bearer" or not right:
-                await _unauthorized(missing=not given).response()(scope, receive, send)
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            headers = Headers(scope=scope)
+            if not has_key(headers, self._key):
+                missing = not headers.get("authorization", "")
+                await _unauthorized(missing=missing).response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def has_key(headers: Headers, api_key: str) -> bool:
+    """Tell whether a request brings the key; where there is none, every request does."""
+    # The scheme's case does not matter (RFC 9110, section 11.1); the key's does.
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    right = hmac.compare_digest(given.strip().encode("latin-1"), api_key.encode())
+    return not api_key or (scheme.lower() == "bearer" and right)
 
 
 def _unauthorized(*, missing: bool) -> ApiError:
