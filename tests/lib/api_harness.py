@@ -23,6 +23,8 @@ from kvtier_engine.settings import load_settings
 from tests.lib.api_fakes import VOCAB, ByteTokenizer, ScriptedEngine
 
 MODEL = "toy"
+#: How ``/health`` tells of a remote that does not answer.
+REMOTE = {"name": "remote", "state": "unreachable", "detail": "no answer of kv.internal:6379"}
 
 
 @dataclass
@@ -47,7 +49,7 @@ class Api:
             self.tokenizer,
             ServedModel(MODEL, self.context, VOCAB, "f" * 64, 1_700_000_000),
             load_settings([], {"KVTIER_API_KEY": self.api_key} if self.api_key else {}),
-            health=lambda: Health(serving=True, report={"status": "ok"}),
+            health=lambda: Health(serving=True, report={"status": "ok", "tiers": [REMOTE]}),
             stats=dict,
             registry=CollectorRegistry(),
         )
