@@ -14,11 +14,12 @@ import pytest
 from kvtier.clock import SystemClock
 from kvtier.config import CacheConfig
 from kvtier.constants import KEYED_BATCH_MAX, MIB
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, LayoutError
 from kvtier.testing.clock import FakeClock
 from kvtier_adapters.payloads.complaints import Complaints
 from kvtier_adapters.payloads.limits import (
     COMPLAINT_INTERVAL_S,
+    COPY_THREADS_MAX,
     DEADLINE_S_MAX,
     JOBS_ACTIVE_MAX,
     JOBS_MAX,
@@ -29,7 +30,7 @@ from kvtier_adapters.payloads.memory import memory_at
 from kvtier_adapters.payloads.options import PlugOptions, plug_options
 from kvtier_adapters.payloads.runner import Job, Runner
 from kvtier_adapters.payloads.store import PlugStore
-from kvtier_adapters.payloads.work import Steps, lookup_steps, run_to_end
+from kvtier_adapters.payloads.work import Steps, lookup_steps, run_to_end, side_by_side
 
 WAIT_S = 20.0
 
@@ -108,6 +109,7 @@ def test_options_are_read_from_a_table_as_engines_have_them(tmp_path: Path) -> N
         ({"get_deadline_s": 0}, "get_deadline_s = 0.0: allowed is more than 0"),
         ({"put_deadline_s": DEADLINE_S_MAX + 1}, "put_deadline_s = 61.0: allowed is"),
         ({"lookup_deadline_s": float("nan")}, "lookup_deadline_s = nan"),
+        ({"copy_threads": COPY_THREADS_MAX + 1}, "copy_threads = 17: allowed is 1 .. 16"),
         ([1], r"kvtier = \[1\]: allowed is a table"),
     ],
 )
@@ -232,6 +234,41 @@ def test_batches_larger_than_a_call_may_be_are_cut(store: PlugStore) -> None:
     into = [bytearray(len(key) * 3) for key in keys]
     assert run_to_end(face.get(keys, into), store.clock) == held
     assert into[-1] == keys[-1] * 3
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 16])
+def test_a_batch_is_shared_out_among_threads_and_stays_in_order(threads: int) -> None:
+    options = PlugOptions(dram_bytes=8 * MIB, slab_bytes=4096, copy_threads=threads)
+    store = PlugStore(options, "test 1")
+    face = store.face("kind")
+    for count in (0, 1, 2, 7, 40):
+        keys = [b"%d" % number for number in range(count)]
+        assert run_to_end(face.put([(key, key) for key in keys]), store.clock) == [True] * count
+        wanted = [key for key in keys for _ in range(2)]
+        wanted[::2] = [b"x" * len(key) for key in wanted[::2]]
+        into = [bytearray(len(key)) for key in wanted]
+        assert run_to_end(face.get(wanted, into), store.clock) == [False, True] * count
+        assert into[1::2] == keys
+        face.delete(keys)
+        assert not any(run_to_end(face.lookup(keys), store.clock))
+        assert not any(run_to_end(face.get(keys, into[1::2]), store.clock))
+    store.close()
+
+
+def test_when_one_share_raises_the_others_end_before_it_is_raised() -> None:
+    done = []
+
+    def share(steps: int) -> Steps[list[int]]:
+        for _ in range(steps):
+            yield
+        done.append(steps)
+        if steps == 1:
+            raise LayoutError("it cannot be")
+        return [steps]
+
+    with pytest.raises(LayoutError, match="it cannot be"):
+        run_to_end(side_by_side([share(3), share(1), share(5)]), SystemClock())
+    assert sorted(done) == [1, 3, 5]
 
 
 def test_kinds_of_payload_never_meet(store: PlugStore) -> None:

@@ -134,7 +134,7 @@ class KVTierConnector(RemoteConnector):  # type: ignore[misc]
     def remove_sync(self, key: Any) -> bool:
         """Forget a chunk; False: it was not there."""
         held = self.exists_sync(key)
-        self._face.keyed.delete(_names([key]))
+        self._face.delete(_names([key]))
         return held
 
     async def list(self) -> Listed:
@@ -213,7 +213,7 @@ class KVTierConnector(RemoteConnector):  # type: ignore[misc]
         for number, (memory, found) in enumerate(zip(into, seals, strict=True)):
             nbytes = sealed_bytes(found, self._layout) if filled[number] else None
             if filled[number] and not nbytes:
-                self._face.keyed.delete([names[number]])
+                self._face.delete([names[number]])
                 text = "chunks of another layout under the same keys; give each its own weights_id"
                 self._complaints.tell("other_layout", text)
             filled[number] = bool(nbytes)

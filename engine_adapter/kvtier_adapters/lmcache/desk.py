@@ -144,7 +144,7 @@ class L2Desk:
         with self._lock:
             free = [one for one in objects if one.key not in self._locks]
             gone = self._sizes.remove(one.key for one in free)
-        self._face.keyed.delete([one.name for one in free])
+        self._face.delete([one.name for one in free])
         self._tell_deleted(gone)
 
     @property
@@ -185,7 +185,7 @@ class L2Desk:
                 wrong.append(one.name)
         if wrong:
             # They make room: the next store is of the layout that is in use now.
-            self._face.keyed.delete(wrong)
+            self._face.delete(wrong)
             text = "objects of another layout under the same keys; give each its own weights_id"
             self._complaints.tell("other_layout", text)
         return filled

@@ -11,6 +11,9 @@ DRAM_BYTES_DEFAULT: Final = GIB
 LOOKUP_DEADLINE_S_DEFAULT: Final = 1.0
 #: Deadlines may not be longer: an engine's thread stands behind some of them.
 DEADLINE_S_MAX: Final = 60.0
+#: Threads that copy at the same time, for each kind of payload.
+COPY_THREADS_DEFAULT: Final = 2
+COPY_THREADS_MAX: Final = 16
 
 #: Jobs that one thread has taken on and not ended, and how many of them are begun at a time.
 JOBS_MAX: Final = 4096

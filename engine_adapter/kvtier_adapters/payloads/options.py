@@ -10,6 +10,8 @@ from kvtier.config import CacheConfig, DiskConfig, RemoteConfig, from_table
 from kvtier.constants import LOAD_DEADLINE_S_DEFAULT, SLAB_BYTES_DEFAULT, STORE_DEADLINE_S
 from kvtier.errors import ConfigError
 from kvtier_adapters.payloads.limits import (
+    COPY_THREADS_DEFAULT,
+    COPY_THREADS_MAX,
     DEADLINE_S_MAX,
     DRAM_BYTES_DEFAULT,
     LOOKUP_DEADLINE_S_DEFAULT,
@@ -23,8 +25,9 @@ class PlugOptions:
     ``weights_id`` says which weights computed the KV, as a model with its revision does: two
     engines that differ in it share nothing. It must be given as soon as KV outlives the process,
     on a disk or in a remote. ``tenant_salt`` parts tenants. The deadlines bound what an engine's
-    thread, or its request, may wait for: a get, a put, a lookup. The rest is as in
-    ``CacheConfig``; sizes are those of one process.
+    thread, or its request, may wait for: a get, a put, a lookup. ``copy_threads`` copy between an
+    engine's memory and the cache's at the same time. The rest is as in ``CacheConfig``; sizes are
+    those of one process.
     """
 
     dram_bytes: int = DRAM_BYTES_DEFAULT
@@ -37,6 +40,7 @@ class PlugOptions:
     get_deadline_s: float = LOAD_DEADLINE_S_DEFAULT
     put_deadline_s: float = STORE_DEADLINE_S
     lookup_deadline_s: float = LOOKUP_DEADLINE_S_DEFAULT
+    copy_threads: int = COPY_THREADS_DEFAULT
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` for options that cannot be, or are dangerous together."""
@@ -45,6 +49,9 @@ class PlugOptions:
             if not 0 < seconds <= DEADLINE_S_MAX:
                 allowed = f"more than 0, and at most {DEADLINE_S_MAX:g}"
                 raise ConfigError(f"{name} = {seconds!r}: allowed is {allowed}")
+        if not 1 <= self.copy_threads <= COPY_THREADS_MAX:
+            allowed = f"1 .. {COPY_THREADS_MAX}"
+            raise ConfigError(f"copy_threads = {self.copy_threads!r}: allowed is {allowed}")
         if (self.disk or self.remotes) and not self.weights_id:
             raise ConfigError(
                 "weights_id is missing: what lies on a disk or in a remote is found again by "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvtier.cache.cache import Cache
 from kvtier.cache.keyed import KeyedCache, Source, Target
@@ -14,10 +14,12 @@ from kvtier.types import Namespace
 from kvtier_adapters.payloads.options import PlugOptions
 from kvtier_adapters.payloads.work import (
     Steps,
+    batches,
     get_steps,
     lookup_steps,
     prefix_steps,
     put_steps,
+    side_by_side,
 )
 
 
@@ -53,10 +55,12 @@ class PlugStore:
         """
         with self._lock:
             if scheme not in self._faces:
-                keyed = KeyedCache(
-                    self.cache, self._namespace, f"{self._system}; {scheme}", clock=self.clock
-                )
-                self._faces[scheme] = Face(keyed, self.options, self.clock)
+                text = f"{self._system}; {scheme}"
+                lanes = [
+                    KeyedCache(self.cache, self._namespace, text, clock=self.clock)
+                    for _ in range(self.options.copy_threads)
+                ]
+                self._faces[scheme] = Face(lanes, self.options, self.clock)
             return self._faces[scheme]
 
     def forget_all(self) -> None:
@@ -73,7 +77,7 @@ class PlugStore:
         with self._lock:
             faces = list(self._faces.values())
         for face in faces:
-            face.keyed.close()
+            face.close()
 
     def close(self) -> None:
         """Close the faces, then the cache."""
@@ -82,31 +86,63 @@ class PlugStore:
 
 
 class Face:
-    """Payloads of one kind, with the deadlines of the options."""
+    """Payloads of one kind, with the deadlines of the options. Any thread may call.
 
-    def __init__(self, keyed: KeyedCache, options: PlugOptions, clock: Clock) -> None:
-        """Use a keyed cache."""
-        self.keyed = keyed
+    Several keyed caches that differ in nothing: each copies in a thread of its own, so a batch is
+    shared out among them.
+    """
+
+    def __init__(self, lanes: Sequence[KeyedCache], options: PlugOptions, clock: Clock) -> None:
+        """Use keyed caches of one namespace and scheme, and own them."""
+        self._lanes = lanes
         self._options = options
         self._clock = clock
 
     def put(self, items: Sequence[tuple[bytes, Source]]) -> Steps[list[bool]]:
         """See ``put_steps``; the deadline runs from now on, also before the first step."""
-        return put_steps(self.keyed, items, self._clock.now() + self._options.put_deadline_s)
+        deadline = self._clock.now() + self._options.put_deadline_s
+        return side_by_side(
+            [
+                put_steps(lane, items[start:end], deadline)
+                for lane, start, end in self._shares(len(items))
+            ]
+        )
 
     def get(self, keys: Sequence[bytes], into: Sequence[Target]) -> Steps[list[bool]]:
         """See ``get_steps``; the deadline runs from now on."""
-        return get_steps(self.keyed, keys, into, self._clock.now() + self._options.get_deadline_s)
+        deadline = self._clock.now() + self._options.get_deadline_s
+        return side_by_side(
+            [
+                get_steps(lane, keys[start:end], into[start:end], deadline)
+                for lane, start, end in self._shares(len(keys))
+            ]
+        )
 
     def lookup(self, keys: Sequence[bytes]) -> Steps[list[bool]]:
         """See ``lookup_steps``; the deadline runs from now on."""
-        return lookup_steps(self.keyed, keys, self._clock, self._lookup_deadline)
+        return lookup_steps(self._lanes[0], keys, self._clock, self._lookup_deadline)
 
     def prefix(self, keys: Sequence[bytes], *, at_once: int) -> Steps[int]:
         """See ``prefix_steps``; the deadline runs from now on."""
         deadline = self._lookup_deadline
-        return prefix_steps(self.keyed, keys, self._clock, deadline, at_once=at_once)
+        return prefix_steps(self._lanes[0], keys, self._clock, deadline, at_once=at_once)
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Forget payloads; from now on they are not found."""
+        for some in batches(keys):
+            for lane in self._lanes:  # One that still deletes a payload hides it for itself alone.
+                lane.delete(some)
+
+    def close(self) -> None:
+        """End what is under way. Once is enough."""
+        for lane in self._lanes:
+            lane.close()
 
     @property
     def _lookup_deadline(self) -> float:
         return self._clock.now() + self._options.lookup_deadline_s
+
+    def _shares(self, count: int) -> Iterator[tuple[KeyedCache, int, int]]:
+        share = -(-count // len(self._lanes)) or 1
+        for lane, start in zip(self._lanes, range(0, count, share), strict=False):
+            yield lane, start, min(start + share, count)

@@ -12,6 +12,7 @@ from typing import TypeVar
 from kvtier.cache.keyed import KeyedCache, Source, Target
 from kvtier.cache.keyed_transfer import Outcome, Transfer
 from kvtier.constants import KEYED_BATCH_MAX
+from kvtier.errors import KVTierError
 from kvtier.interfaces import Clock
 from kvtier.types import Tier
 from kvtier_adapters.payloads.limits import PAUSE_S_MAX, PAUSE_S_MIN
@@ -25,7 +26,7 @@ def put_steps(
 ) -> Steps[list[bool]]:
     """Store payloads; returns for each whether a tier holds it. Buffers are free after the end."""
     stored: list[bool] = []
-    for some in _batches(items):
+    for some in batches(items):
         outcomes = yield from _steps(keyed.put(some, deadline=deadline))
         stored += (isinstance(outcome, Tier) for outcome in outcomes)
     return stored
@@ -39,7 +40,7 @@ def get_steps(
     What a buffer holds after a miss is undefined. Buffers are free after the end.
     """
     filled: list[bool] = []
-    for some in _batches(list(zip(keys, into, strict=True))):
+    for some in batches(list(zip(keys, into, strict=True))):
         names, targets = [key for key, _ in some], [target for _, target in some]
         outcomes = yield from _steps(keyed.get(names, targets, deadline=deadline))
         filled += (isinstance(outcome, Tier) for outcome in outcomes)
@@ -51,12 +52,12 @@ def lookup_steps(
 ) -> Steps[list[bool]]:
     """Find out which keys are held; what nobody could say by the deadline is not."""
     held: list[bool | None] = []
-    for some in _batches(keys):
+    for some in batches(keys):
         held += keyed.contains(some)
     while None in held and clock.now() < deadline:
         yield
         unknown = [number for number, said in enumerate(held) if said is None]
-        for numbers in _batches(unknown):
+        for numbers in batches(unknown):
             for number, said in zip(
                 numbers, keyed.contains([keys[number] for number in numbers]), strict=True
             ):
@@ -73,6 +74,31 @@ def prefix_steps(
         if not all(held):
             return start + held.index(False)
     return len(keys)
+
+
+def side_by_side(many: Sequence[Steps[list[T]]]) -> Steps[list[T]]:
+    """Drive several at a time; returns what each returned, one after the other.
+
+    When one raises, the others are driven to their end before that is raised: no buffer is
+    touched any more.
+    """
+    active, results = dict(enumerate(many)), [list[T]() for _ in many]
+    raised: Exception | None = None
+    while active:
+        for number, steps in list(active.items()):
+            try:
+                next(steps)
+                continue
+            except StopIteration as end:
+                results[number] = end.value
+            except KVTierError as error:
+                raised = error
+            del active[number]
+        if active:
+            yield
+    if raised is not None:
+        raise raised
+    return [value for result in results for value in result]
 
 
 def run_to_end(steps: Steps[T], clock: Clock) -> T:
@@ -94,6 +120,7 @@ def _steps(transfer: Transfer) -> Steps[list[Outcome]]:
     return outcomes
 
 
-def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
+def batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Cut what one call to a keyed cache may not take at once."""
     for start in range(0, len(items), KEYED_BATCH_MAX):
         yield items[start : start + KEYED_BATCH_MAX]
