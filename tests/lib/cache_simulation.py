@@ -116,6 +116,7 @@ class CacheSimulation:
                 mode=each.mode,
                 connections=each.connections,
                 deadline_s=each.deadline_s,
+                byte_codec=each.byte_codec,
             )
             for number, each in enumerate(swarm.remotes)
         )
@@ -329,6 +330,8 @@ class CacheSimulation:
     def finish(self) -> None:
         """Everything heals and ends: nothing is left over, and every tier is well again."""
         self.heal()
+        for remote in self.remotes:
+            self.seen["encoded in a remote"] += remote.encoded_count
         world, loop = self.world, self.time.loop
 
         def rested() -> bool:

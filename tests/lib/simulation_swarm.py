@@ -81,6 +81,7 @@ class RemoteSwarm:
     mode: WriteMode
     connections: int
     deadline_s: float
+    byte_codec: str | None
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ def drawn_cache(draws: random.Random, *, every_step: bool) -> CacheSwarm:
             mode=draws.choice(modes),
             connections=draws.choice((1, 2, 8)),
             deadline_s=draws.choice((0.1, 1.0)),
+            byte_codec=draws.choice((None, "zstd")),
         )
         for _ in range(1 if every_step else draws.choice((0, 1, 1, 2)))
     )

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from enum import StrEnum
 from typing import Any, Final
 
+from kvtier.constants import STORED_FORMAT_VERSION
 from kvtier.errors import (
     ConnectorError,
     ConnectorRefusedError,
@@ -57,6 +58,12 @@ class WorldRemote:
         self.lies: Counter[str] = Counter()
         self.fail: Callable[[str], ConnectorError | None] = lambda _: None
         self._draws = draws
+
+    @property
+    def encoded_count(self) -> int:
+        """Shards that lie there as a byte codec has encoded them."""
+        version = STORED_FORMAT_VERSION.to_bytes(4, "little")
+        return sum(data[4:8] == version for data in self.objects.values())
 
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:
         await self._arrive("contains")

@@ -57,6 +57,7 @@ EVENTS = (
     "disk failed",
     "remote lying",
     "remote hung",
+    "encoded in a remote",
     "restart",
     "crash",
 )

@@ -47,6 +47,7 @@ SWARM = CacheSwarm(
             mode=WriteMode.THROUGH,
             connections=2,
             deadline_s=0.2,
+            byte_codec="zstd",
         ),
     ),
     namespaces=NAMESPACES[:1],
