@@ -15,8 +15,10 @@ from playwright.sync_api import Browser, Page, expect
 from kvtier.obs.stats import RemoteStats, TenantCounters
 from kvtier.types import MissReason, Tier
 from kvtier_server.counters import Counters
-from tests.lib.browser import browsing
+from tests.lib.browser import browsing, needs_browser
 from tests.lib.told_server import ADDRESS, GIB, ToldServer, tier, times
+
+pytestmark = needs_browser
 
 MIB = 1 << 20
 POLL_MS = 2000

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
-PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
+_PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 #: It asks for nothing of the network by itself.
 OPTIONS = (
     "--disable-gpu",
@@ -22,22 +22,26 @@ OPTIONS = (
 )
 
 
+_PROGRAM = next(filter(None, map(shutil.which, _PROGRAMS)), None)
+#: For every test that browses. CI has a browser, so there nothing is skipped.
+needs_browser = pytest.mark.skipif(
+    _PROGRAM is None and "CI" not in os.environ,
+    reason="needs Chromium (Debian: apt-get install chromium)",
+)
+
+
 @contextmanager
 def browsing() -> Iterator[Browser]:
-    """Start it without a window and end it after. Skips where there is none, but for CI.
+    """Start it without a window and end it after.
 
     An event loop runs in the calling thread meanwhile: whoever needs one of their own begins
     before, or in another thread.
     """
-    program = next(filter(None, map(shutil.which, PROGRAMS)), None)
-    if program is None:
-        missing = "no Chromium on this machine (Debian: apt-get install chromium)"
-        assert "CI" not in os.environ, missing
-        pytest.skip(missing)
+    assert _PROGRAM is not None, "there is no Chromium"
     # Its sandbox needs another user than root.
     options = [*OPTIONS, *(["--no-sandbox"] if os.geteuid() == 0 else [])]
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=options)
+        browser = playwright.chromium.launch(executable_path=_PROGRAM, args=options)
         try:
             yield browser
         finally:

@@ -89,6 +89,12 @@ CASES: list[tuple[code_rules.Rule, str, str, str]] = [
     (
         code_rules.no_hidden_tests,
         TEST,
+        "import pytest\nslow = pytest.mark.skipif(True, reason='needs time')",
+        "import pytest\nseen = pytest.mark.skipif(True, reason='needs Chromium')",
+    ),
+    (
+        code_rules.no_hidden_tests,
+        TEST,
         "from pytest import mark\nslow = mark.xfail",
         "from pytest import mark\nslow = mark.parametrize",
     ),
