@@ -136,6 +136,23 @@ def split_scheme(scheme: str) -> tuple[list[str], str]:
     return words[:start], tails[start]
 
 
+def shown_url(url: str) -> str:
+    """Return what of a connector's URL may be told: no user, no password, no options.
+
+    Where it is not certain what is a password, the scheme alone.
+
+    >>> shown_url("redis://user:secret@kv.internal:6379/0?ttl_s=60")
+    'redis://kv.internal:6379/0'
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return "a URL without a scheme"
+    user, at, place = rest.rpartition("@")
+    if at and not set(user).isdisjoint("/?#@"):
+        return f"{scheme}://..."
+    return f"{scheme}://{re.split('[?#]', place)[0]}"
+
+
 def connect(url: str) -> Connector:
     """Open the connector that the URL's scheme names: ``memory://name``, ``redis://host``.
 

@@ -15,6 +15,7 @@ from types import FrameType
 
 from kvtier.errors import ConfigError, KVTierError, MissingExtraError, RegistryError
 from kvtier.registry import import_problem
+from kvtier_engine.beforehand import check_beforehand
 from kvtier_engine.options import usage
 from kvtier_engine.settings import load_settings
 
@@ -56,6 +57,7 @@ def serve(arguments: Sequence[str]) -> int:
     """Serve until a signal; returns 0. Raises ``KVTierError`` or ``OSError`` when it cannot."""
     settings = load_settings(arguments, os.environ)
     config = settings.config
+    check_beforehand(config)
     with _bound(config.host, config.port) as listener:
         _say(f"kvtier-serve: loading {config.model}")
         # Idle OpenMP threads sleep instead of spinning: the copies beside them need the cores.

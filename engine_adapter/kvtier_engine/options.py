@@ -328,7 +328,8 @@ OPTIONS: Final[tuple[Option, ...]] = (
     Option("traces", _switch, False, "", "OpenTelemetry spans of matches, loads and stores"),
     Option(
         "gpu_time_worth",
-        _number(0.01, 100, "a factor"),
+        # So far that one way is always taken; how long a load may take has a bound of its own.
+        _number(1e-6, 1e6, "a factor"),
         1.0,
         "FACTOR",
         "seconds of waiting that a second of computing is worth",

@@ -16,6 +16,7 @@ from typing import Final
 import uvicorn
 
 from kvtier.config import format_size
+from kvtier.registry import shown_url
 from kvtier_engine.serve import Server
 from kvtier_engine.settings import EngineConfig
 
@@ -128,9 +129,8 @@ def _tier_lines(server: Server) -> Iterator[str]:
             f"write-{config.disk_mode}, durability {config.durability}"
         )
     for url in config.remote:
-        scheme = url.partition("://")[0]  # There may be a password in the rest.
-        size = f", {format_size(config.remote_bytes)}" if config.remote_bytes else ""
-        yield f"remote {scheme}{size}, write-{config.remote_mode}"
+        size = format_size(config.remote_bytes) if config.remote_bytes else "unbounded"
+        yield f"remote {size} in {shown_url(url)}, write-{config.remote_mode}"
     cache = server.snapshot().cache
     for tier in cache.tiers if cache is not None else ():
         if tier.state not in {"ok", "opening"}:

@@ -85,6 +85,19 @@ def test_the_banner_names_tiers_and_a_command(folder: Path, tmp_path: Path) -> N
     assert "$KVTIER_API_KEY" in text
 
 
+def test_the_banner_shows_where_remotes_are_and_no_secret(folder: Path) -> None:
+    url = "redis://user:secret@127.0.0.1:1/0?ttl_s=60"
+    server = made(folder, "--remote", url, "--remote-mode=back")
+    text = banner(server, 1234)
+    server.close()
+    assert "  remote unbounded in redis://127.0.0.1:1/0, write-back" in text
+    assert "secret" not in text
+    server = made(folder, "--remote=memory://banner", "--remote-bytes=1GiB")
+    text = banner(server, 1234)
+    server.close()
+    assert "  remote 1 GiB in memory://banner, write-through" in text
+
+
 def test_the_banner_says_that_the_disk_cannot_be_used(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "kv").write_text("a file is in the way")
     server = made(folder, f"--disk={tmp_path}/kv")

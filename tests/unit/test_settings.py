@@ -56,6 +56,13 @@ def test_values_are_parsed_into_their_types() -> None:
     assert cache.disk.capacity_bytes == 20 * GIB
 
 
+@pytest.mark.parametrize("worth", ["1e-6", "1", "250", "1e6"])
+def test_computing_may_be_worth_as_much_as_one_likes(worth: str) -> None:
+    cache = load("--gpu-time-worth", worth).config.cache_config()
+    assert cache is not None
+    assert cache.gpu_time_worth == float(worth)
+
+
 def test_b113_command_line_over_environment_over_file_over_default(tmp_path: Path) -> None:
     file = tmp_path / "serve.toml"
     file.write_text('port = 1\nblock_tokens = 8\nchunk_tokens = 64\nkv_bytes = "64MiB"\n')
@@ -131,6 +138,7 @@ def test_b113_a_misspelt_variable_names_the_nearest() -> None:
         (["--disk", "/a,"], ["--disk", "not empty"]),
         (["--access-log="], ["--access-log", "not empty"]),
         (["--drain-seconds", "nan"], ["--drain-seconds", "'nan'"]),
+        (["--gpu-time-worth", "2e6"], ["--gpu-time-worth", "1e-06 to 1e+06"]),
         (["--weights-id", "a b"], ["--weights-id", "'a b'"]),
         (["--no-cache=maybe"], ["--no-cache", "true, false"]),
         (["--served-model-name="], ["--served-model-name", "not empty"]),
