@@ -135,7 +135,7 @@ class Shared:
     async def _taken(self, message: Take, deadline: float) -> Fault | None:
         part = self._stagings.part(message.region, message.offset, message.nbytes, self._objects)
         if part is None:
-            return Fault(Status.REFUSED, "no such part of a staging area")
+            return Fault(Status.ABSENT, "no such part of a staging area")
         filling = await self._objects.reserve(message.key, message.nbytes, deadline=deadline)
         if isinstance(filling, Fault):
             return filling

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtier.errors import ConnectorDataError, ConnectorError, ConnectorUnavailableError
 from kvtier.interfaces import ReadOutcome
-from kvtier.wire import Lease, Leased, Message, Status, Take
+from kvtier.wire import Done, Lease, Leased, Message, Status, Take
 from kvtier.wire_shared import copied
 from kvtier_connectors.server.files import SharedFiles
 from kvtier_connectors.server.line import Line
@@ -58,6 +58,8 @@ class SharedPath:
             number = line.number()
             take = Take(number, key, part.region, part.offset, part.nbytes)
             answer, _ = await line.ask(take, number)
+            if isinstance(answer, Done) and answer.status is Status.ABSENT:
+                raise NotSharedError("the file is not the server's any more")
             read = True
         finally:
             self._files.unstage(part, read=read)
