@@ -1,4 +1,4 @@
-"""LMCache 0.5.6 on a CPU: its local CPU back end, local disk, ``fs_native`` and fp8, in lockstep.
+"""LMCache 0.5.6 on a CPU: its local CPU back end, local disk, L2 adapters and fp8, in lockstep.
 
 Runs in LMCache's environment. A store into DRAM takes a buffer of LMCache's and copies a chunk
 that lies in one piece, where KVTier gathers blocks. A store on disk is timed from the buffer on. A
@@ -118,21 +118,27 @@ def local(job: Job):  # noqa: ANN201
     return run
 
 
-def fs_native(job: Job):  # noqa: ANN201
-    """Its file adapter in C++, with O_DIRECT and four threads."""
+def l2_options(job: Job) -> dict[str, object]:
+    """What an adapter of its second level is made with; the folder of ``resp`` is its address."""
+    if job.section == "resp":
+        host, _, port = job.folder.rpartition(":")
+        return {"host": host, "port": int(port), "num_workers": 4}
+    files: dict[str, object] = {"base_path": job.folder}
+    if job.section == "fs_native":
+        files |= {"num_workers": 4, "use_odirect": True}
+    return files
+
+
+def l2(job: Job):  # noqa: ANN201
+    """Its adapters in C++, four threads each: files with O_DIRECT, RESP; and files in Python."""
     from lmcache.v1.distributed.api import ObjectKey
     from lmcache.v1.distributed.l2_adapters import create_l2_adapter
     from lmcache.v1.distributed.l2_adapters.config import get_l2_adapter_config_class
     from lmcache.v1.memory_allocators.mixed_memory_allocator import MixedMemoryAllocator
 
     chunks = Chunks(job)
-    options = {
-        "type": "fs_native",
-        "base_path": job.folder,
-        "num_workers": 4,
-        "use_odirect": True,
-    }
-    adapter = create_l2_adapter(get_l2_adapter_config_class("fs_native").from_dict(options))
+    options = {"type": job.section, **l2_options(job)}
+    adapter = create_l2_adapter(get_l2_adapter_config_class(job.section).from_dict(options))
     allocator = MixedMemoryAllocator(2**30, align_bytes=4096)
     buffers = allocator.batched_allocate([chunks.shape], [torch.bfloat16], job.chunks)
 
@@ -228,7 +234,7 @@ def fp8(job: Job):  # noqa: ANN201
     return run
 
 
-PATHS = {"fs_native": fs_native, "fp8": fp8}
+PATHS = {"fs": l2, "fs_native": l2, "resp": l2, "fp8": fp8}
 
 if __name__ == "__main__":
     serve(lambda job: PATHS.get(job.section, local)(job))
