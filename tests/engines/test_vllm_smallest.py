@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from tests.lib.vllm_runs import CHUNK_TOKENS, VllmRun, needs_vllm, prompts, whole_chunks
+from tests.lib.vllm_runs import CHUNK_TOKENS, VllmRun, prompts, whole_chunks
 
-pytestmark = [needs_vllm, pytest.mark.timeout(280)]
+pytestmark = pytest.mark.timeout(280)
 
 
 def test_what_vllm_loads_gives_the_same_tokens_as_computing(rng: random.Random) -> None:

@@ -210,7 +210,7 @@ def test_embeddings_and_requests_that_read_nothing(opened: Opener, rng: random.R
 def test_an_engine_that_does_half(
     loads: bool, stores: bool, opened: Opener, rng: random.Random
 ) -> None:
-    double = opened(duties=Duties(4, 4, loads=loads, stores=stores))
+    double = opened(duties=Duties(4, 4, 0.5, loads=loads, stores=stores))
     prompt = tokens(rng, 40)
     answer(double, "first", prompt)
     assert answer(double, "second", prompt).loaded == 0

@@ -115,7 +115,7 @@ class VllmDouble:
         self.block_tokens, self.step_tokens = block_tokens, step_tokens
         self.pool = DoublePool(block_count)
         clock = SystemClock()
-        duties = duties or Duties(block_tokens, running_max=4)
+        duties = duties or Duties(block_tokens, running_max=4, load_deadline_s=0.5)
         self.side = SchedulerSide(cache, namespace, duties, clock, None)
         self.side.bind(self.pool)
         self.geometry = double_geometry(ranks, block_tokens, block_count)
@@ -231,11 +231,12 @@ class VllmDouble:
 
     def _admit(self, request: DoubleRequest) -> bool:
         """Find blocks for a request; True when it runs, False when it waits for whatever."""
-        tokens: int | None = 0
+        tokens = 0
         if request.num_computed_tokens == 0:
-            tokens, _ = self.side.lookup(request, 0)
-            if tokens is None:
+            found, _ = self.side.lookup(request, 0)
+            if found is None:
                 return False
+            tokens = found
         wanted = -(-(len(request.prompt) + request.max_tokens) // self.block_tokens)
         more = self.pool.allocate(wanted - len(request.table))
         if more is None:

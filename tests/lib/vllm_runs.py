@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import pytest
-
 from kvtier_engine.weights.load import model_folder
 
 ROOT: Final = Path(__file__).parents[2]
@@ -22,13 +20,6 @@ RUN_S: Final = 240.0
 BLOCK_TOKENS: Final = 32
 CHUNK_TOKENS: Final = 64
 _VOCABULARY: Final = 49_152
-
-needs_vllm = pytest.mark.skipif(
-    not PYTHON.exists(), reason="vLLM is not there; `make test-engines` installs it"
-)
-whole = pytest.mark.skipif(
-    os.environ.get("KVTIER_ENGINES") != "all", reason="`make test-engines` runs it"
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from kvtier_adapters.vllm.figures import SERIES, figures, labelled, merged, sinc
 from kvtier_adapters.vllm.step_times import (
     DECODES_SHARE,
     PREFILL_TOKENS_MIN,
+    STEPS_KEPT_MAX,
     STEPS_OPEN_MAX,
     Share,
     StepTimes,
@@ -89,3 +90,12 @@ def test_steps_that_never_end_are_forgotten() -> None:
         times.began(float(number), [Share(0, 100)])
     ended = [times.ended(100.0) for _ in range(STEPS_OPEN_MAX + 3)]
     assert ended.count(None) == 3
+
+
+def test_the_longest_of_the_last_steps() -> None:
+    times = StepTimes()
+    assert times.longest_s == 0.0
+    for number, seconds in enumerate([9.0] + [1.0] * STEPS_KEPT_MAX):
+        times.began(10.0 * number, [])
+        times.ended(10.0 * number + seconds)
+        assert times.longest_s == (9.0 if number < STEPS_KEPT_MAX else 1.0)

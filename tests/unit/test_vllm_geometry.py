@@ -33,7 +33,7 @@ def cache_config(*specs: SimpleNamespace) -> SimpleNamespace:
     return SimpleNamespace(num_blocks=7, kv_cache_groups=groups)
 
 
-def vllm_config(device: str = "cuda", heads: int = 2, **parallel: int) -> SimpleNamespace:
+def vllm_config(device: str = "cuda", heads: int = 2, **parallel: Any) -> SimpleNamespace:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**{"tensor_parallel_size": 1} | parallel),
         speculative_config=None,
@@ -96,7 +96,7 @@ def test_on_a_cpu_blocks_are_opaque_and_say_whose_they_are() -> None:
     ],
 )
 def test_what_is_not_known_for_certain_is_refused(
-    changed: dict[str, int], specs: tuple[SimpleNamespace, ...], said: str
+    changed: dict[str, Any], specs: tuple[SimpleNamespace, ...], said: str
 ) -> None:
     refusal = read(vllm_config(**changed), *specs)
     assert isinstance(refusal, str)

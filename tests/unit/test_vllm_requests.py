@@ -24,7 +24,7 @@ BASE = Namespace("weights", KVLayout((KVGroup(GroupKind.FULL, (0,), 1, 8, 8, "fl
 
 
 def request(**more: Any) -> SimpleNamespace:
-    fields = {
+    fields: dict[str, Any] = {
         "cache_salt": None,
         "lora_request": None,
         "mm_features": [],

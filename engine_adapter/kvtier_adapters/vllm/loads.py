@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 from kvtier.cache.cache import Cache
 from kvtier.cache.load import Load
+from kvtier.cache.match import Ready
+from kvtier.cache.worth.costs import Choice
 from kvtier.layout import head_range
-from kvtier.types import Blocks, KVLayout, LoadOutcome, Plan, Result, ShardId
+from kvtier.types import Blocks, KVLayout, LoadOutcome, Plan, Result, ShardId, Tier
 from kvtier_adapters.vllm.guard import Guard
 from kvtier_adapters.vllm.messages import LoadEnd, LoadOrder
 from kvtier_adapters.vllm.requests import Followed
@@ -58,10 +60,11 @@ class LoadDesk:
         """Tell whether a load runs."""
         return bool(self._running)
 
-    def begin(self, request_id: str, followed: Followed, tokens: int) -> None:
+    def begin(self, request_id: str, followed: Followed, tokens: int, deadline: float) -> None:
         """Begin to load so many tokens behind those that vLLM has found itself.
 
-        Where there is nothing to load (any more), it ends at once and all of it is computed.
+        What lies below DRAM comes up meanwhile, whether or not vLLM takes steps. Where there is
+        nothing to load (any more), the load ends at once and all of it is computed.
         """
         size, start = self._block_tokens, followed.found
         ids = tuple(followed.table[start // size : (start + tokens) // size])
@@ -71,7 +74,7 @@ class LoadDesk:
         if match is not None:
             blocks = Blocks(start, (ids,), size)
             handle = self._guard.call_boundary(
-                lambda: self._cache.begin_load(match, blocks, choice=choice), None
+                lambda: self._begin(match, blocks, deadline, choice), None
             )
         if handle is None:
             followed.disappointed = True
@@ -99,6 +102,14 @@ class LoadDesk:
             if load.request_id == request_id:
                 load.aborted = True
                 self._guard.call_boundary(load.handle.cancel, None)
+
+    def _begin(
+        self, match: Ready, blocks: Blocks, deadline: float, choice: Choice | None
+    ) -> Load | None:
+        handle = self._cache.begin_load(match, blocks, deadline=deadline, choice=choice)
+        if handle is not None and any(hit.tier is not Tier.DRAM for hit in match.hits):
+            self._cache.prefetch(match, start_token=blocks.start_token, deadline=deadline)
+        return handle
 
     def _advance(self, load: _RunningLoad) -> LoadOrder | None:
         """Poll a load. One that raises is taken for broken, once no plan of it is out any more."""

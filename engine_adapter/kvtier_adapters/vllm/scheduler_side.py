@@ -34,6 +34,8 @@ from kvtier_adapters.vllm.stores import StoreDesk
 
 _log = logging.getLogger("kvtier.vllm")
 _NOTHING: Final[tuple[int | None, bool]] = (0, False)
+#: From a load's order to its end go so many steps, if its reads are quicker than these.
+_STEPS_MORE: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class Duties:
 
     block_tokens: int
     running_max: int
+    load_deadline_s: float
     loads: bool = True
     stores: bool = True
 
@@ -127,7 +130,10 @@ class SchedulerSide:
                 lambda: self._cache.note_admission(match, found, asked, choice), None
             )
         if tokens:
-            self._loads.begin(request.request_id, followed, tokens)
+            # A load moves on between steps only, so long steps count on top.
+            patience_s = self._duties.load_deadline_s + _STEPS_MORE * self._times.longest_s
+            deadline = self._clock.now() + patience_s
+            self._loads.begin(request.request_id, followed, tokens, deadline)
 
     def orders(self, output: Any) -> Orders:
         """Return what the workers are to do in the step that ``output`` schedules."""

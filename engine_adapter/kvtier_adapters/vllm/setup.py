@@ -77,6 +77,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any, version: str) -> Setup:
     duties = Duties(
         block_tokens=block_tokens,
         running_max=int(vllm_config.scheduler_config.max_num_seqs),
+        load_deadline_s=options.load_deadline_s,
         loads=transfer.kv_role != "kv_producer",
         stores=transfer.kv_role != "kv_consumer",
     )

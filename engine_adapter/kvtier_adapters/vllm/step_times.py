@@ -11,6 +11,7 @@ PREFILL_TOKENS_MIN: Final = 64
 # Tokens of decoding requests in a step, as a share of its prompts' tokens.
 DECODES_SHARE: Final = 0.05
 STEPS_OPEN_MAX: Final = 16
+STEPS_KEPT_MAX: Final = 16
 
 
 class Share(NamedTuple):
@@ -37,7 +38,13 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._open: deque[tuple[float, list[Share]]] = deque(maxlen=STEPS_OPEN_MAX)
+        self._lasted: deque[float] = deque(maxlen=STEPS_KEPT_MAX)
         self._ended_s = 0.0
+
+    @property
+    def longest_s(self) -> float:
+        """How long the longest of the last steps took."""
+        return max(self._lasted, default=0.0)
 
     def began(self, now: float, shares: list[Share]) -> None:
         """Note a step that is handed to the workers."""
@@ -49,6 +56,7 @@ class StepTimes:
             return None
         began, shares = self._open.popleft()
         seconds, self._ended_s = now - max(began, self._ended_s), now
+        self._lasted.append(seconds)
         prompts = [share for share in shares if share.tokens > 1]
         tokens = sum(share.tokens for share in prompts)
         if tokens < PREFILL_TOKENS_MIN or len(shares) - len(prompts) > tokens * DECODES_SHARE:

@@ -1,0 +1,178 @@
+"""Real vLLM with the connector against vLLM without: restart, damage, hanging stores, tenants."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lib.disk_folder import shard_files
+from tests.lib.vllm_runs import (
+    CHUNK_TOKENS,
+    Prompt,
+    Served,
+    VllmRun,
+    prompts,
+    whole_chunks,
+)
+
+pytestmark = pytest.mark.timeout(600)
+
+FAMILIES, MEMBERS, COUNT = 10, 5, 8
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[Prompt]:
+    """Fifty prompts, each five of which share their first 200 tokens."""
+    return prompts(random.Random(7), families=FAMILIES, members=MEMBERS, own=50)
+
+
+@pytest.fixture(scope="module")
+def plain(asked: list[Prompt]) -> Served:
+    """What vLLM without a connector answers."""
+    (served,) = VllmRun(None).serve(asked, COUNT).served()
+    return served
+
+
+@pytest.fixture(scope="module")
+def filled(asked: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Served]:
+    """A disk tier with all prompts, and what vLLM answered while it was filled."""
+    disk = tmp_path_factory.mktemp("filled") / "disk"
+    # To forget, vLLM has to wait for the last stores.
+    (served,) = VllmRun(options(disk)).serve(asked, COUNT).forget().served()
+    return disk, served
+
+
+@pytest.fixture
+def copied(filled: tuple[Path, Served], tmp_path: Path) -> Path:
+    """A copy of the filled disk."""
+    disk = tmp_path / "disk"
+    shutil.copytree(filled[0], disk)
+    return disk
+
+
+def options(disk: Path, **more: Any) -> dict[str, Any]:
+    return {"dram": "256MiB", "disk": str(disk), "chunk_tokens": CHUNK_TOKENS, **more}
+
+
+def check_from_tier(served: Served, asked: list[Prompt]) -> None:
+    """Every prompt had at least its whole chunks from a tier or from vLLM's own prefixes."""
+    for count, prompt in zip(served.cached, asked, strict=True):
+        assert count >= whole_chunks(len(prompt.tokens))
+
+
+def test_filling_the_tiers_changes_nothing(
+    asked: list[Prompt], plain: Served, filled: tuple[Path, Served]
+) -> None:
+    served = filled[1]
+    assert served.tokens == plain.tokens
+    off = max(
+        abs(one - other)
+        for ours, theirs in zip(served.logprobs, plain.logprobs, strict=True)
+        for one, other in zip(ours, theirs, strict=True)
+    )
+    # Nothing is loaded, so the same steps are computed in the same order.
+    assert off <= 1e-6
+
+
+def test_prefixes_come_from_disk_after_a_restart(
+    asked: list[Prompt], plain: Served, copied: Path
+) -> None:
+    run = VllmRun(options(copied), processes=True)
+    (served,) = run.serve(asked, COUNT).served()
+    assert served.tokens == plain.tokens
+    check_from_tier(served, asked)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])
+def test_damaged_shards_are_computed_anew(
+    damage: str, asked: list[Prompt], plain: Served, copied: Path, rng: random.Random
+) -> None:
+    files = shard_files(copied)
+    for path in rng.sample(files, len(files) * 3 // 10):
+        if damage == "missing":
+            path.unlink()
+        elif damage == "truncated":
+            os.truncate(path, path.stat().st_size // 2)
+        else:
+            content = bytearray(path.read_bytes())
+            content[rng.randrange(4096, len(content))] ^= 1 << rng.randrange(8)
+            path.write_bytes(content)
+    run = VllmRun(options(copied), processes=True)
+    (served,) = run.serve(asked, COUNT).served()
+    assert served.tokens == plain.tokens
+    assert sum(served.cached) > 0
+
+
+def test_a_disk_that_hangs_costs_a_deadline(
+    asked: list[Prompt], plain: Served, copied: Path
+) -> None:
+    for path in shard_files(copied):
+        path.unlink()
+        os.mkfifo(path)  # Whoever opens it waits for ever.
+    run = VllmRun(options(copied, load_deadline_s=1.0), processes=True)
+    (served,) = run.serve(asked[:10], COUNT).served()
+    assert served.tokens == plain.tokens[:10]
+
+
+@pytest.fixture
+def silent() -> Iterator[int]:
+    """The port of a server that takes connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.mark.parametrize("scheme", ["redis", "kvtier"])
+def test_a_remote_that_hangs_costs_a_deadline(
+    scheme: str, silent: int, asked: list[Prompt], plain: Served
+) -> None:
+    remote = f"{scheme}://127.0.0.1:{silent}"
+    some = {"dram": "256MiB", "chunk_tokens": CHUNK_TOKENS, "remote": remote}
+    run = VllmRun({**some, "pending_deadline_s": 0.5}, processes=True)
+    (served,) = run.serve(asked[:10], COUNT).served()
+    assert served.tokens == plain.tokens[:10]
+
+
+def test_zeros_in_place_of_what_was_stored_are_seen(
+    asked: list[Prompt], plain: Served, copied: Path
+) -> None:
+    """The control: were anything but the stored KV loaded, these tests would fail."""
+    (served,) = VllmRun(options(copied), zeros=True).serve(asked[:10], COUNT).served()
+    check_from_tier(served, asked[:10])
+    assert served.tokens != plain.tokens[:10]
+
+
+def test_tenants_answers_and_resets(asked: list[Prompt], plain: Served) -> None:
+    ours = asked[0]
+    theirs = Prompt(ours.tokens, salt="theirs")
+    longer = Prompt(ours.tokens + plain.tokens[0] + [5] * 60)
+    run = VllmRun({"dram": "256MiB", "chunk_tokens": 32})
+    run.serve([ours], COUNT + 40).forget().serve([theirs]).forget().serve([theirs])
+    run.forget().serve([longer]).reset().serve([ours, theirs])
+    own, other, again, continued, after = run.metrics().served()
+    assert own.tokens[0][:COUNT] == plain.tokens[0]
+    assert (other.cached, other.tokens) == ([0], plain.tokens[:1])
+    assert again.cached[0] > 0
+    assert again.tokens == plain.tokens[:1]
+    # Answers are stored, too: more comes back than the first prompt had.
+    assert continued.cached[0] >= len(ours.tokens)
+    # A reset reaches all tenants.
+    assert after.cached == [0, 0]
+    assert after.tokens == [plain.tokens[0]] * 2
+
+
+def test_preempted_requests_answer_the_same(asked: list[Prompt], plain: Served) -> None:
+    """With blocks for two prompts and a half, four at a time: vLLM preempts and takes up again."""
+    run = VllmRun(
+        {"dram": "256MiB", "chunk_tokens": CHUNK_TOKENS},
+        engine={"num_gpu_blocks_override": 24, "max_model_len": 512},
+    )
+    first, second = run.serve(asked[:8], 100).forget().serve(asked[:8], 100).served()
+    assert [tokens[:COUNT] for tokens in first.tokens] == plain.tokens[:8]
+    assert second.tokens == first.tokens
