@@ -12,6 +12,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+_AUTHORITY = "test authority"
+
 
 @dataclass(frozen=True)
 class Authority:
@@ -22,13 +24,32 @@ class Authority:
     server_key: Path
     client_cert: Path
     client_key: Path
+    authority_key: ec.EllipticCurvePrivateKey
+
+    def vouch(self, name: str, cert: Path, key_file: Path) -> None:
+        """Write a certificate of this name, and its key."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+        leaf = (
+            _builder(_name(name), _name(_AUTHORITY), key)
+            .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+            .sign(self.authority_key, hashes.SHA256())
+        )
+        cert.write_bytes(leaf.public_bytes(serialization.Encoding.PEM))
+        key_file.write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM,
+                serialization.PrivateFormat.PKCS8,
+                serialization.NoEncryption(),
+            )
+        )
 
 
 def make_authority(folder: Path) -> Authority:
     """Make an authority and what it vouches for."""
     folder.mkdir()
     ca_key = ec.generate_private_key(ec.SECP256R1())
-    ca_name = _name("test authority")
+    ca_name = _name(_AUTHORITY)
     ca = (
         _builder(ca_name, ca_name, ca_key)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -48,27 +69,17 @@ def make_authority(folder: Path) -> Authority:
         )
         .sign(ca_key, hashes.SHA256())
     )
-    made = Authority(*(folder / name for name in ("ca", "server", "server_key", "client", "key")))
+    made = Authority(
+        ca=folder / "ca",
+        server_cert=folder / "server",
+        server_key=folder / "server_key",
+        client_cert=folder / "client",
+        client_key=folder / "key",
+        authority_key=ca_key,
+    )
     made.ca.write_bytes(ca.public_bytes(serialization.Encoding.PEM))
-    for cert, key_file in (
-        (made.server_cert, made.server_key),
-        (made.client_cert, made.client_key),
-    ):
-        key = ec.generate_private_key(ec.SECP256R1())
-        address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-        leaf = (
-            _builder(_name(cert.name), ca_name, key)
-            .add_extension(x509.SubjectAlternativeName([address]), critical=False)
-            .sign(ca_key, hashes.SHA256())
-        )
-        cert.write_bytes(leaf.public_bytes(serialization.Encoding.PEM))
-        key_file.write_bytes(
-            key.private_bytes(
-                serialization.Encoding.PEM,
-                serialization.PrivateFormat.PKCS8,
-                serialization.NoEncryption(),
-            )
-        )
+    made.vouch("server", made.server_cert, made.server_key)
+    made.vouch("client", made.client_cert, made.client_key)
     return made
 
 
