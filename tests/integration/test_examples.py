@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.lib.server import LOAD_ALWAYS
 from tests.tidy.sources import ROOT
 
@@ -72,6 +74,27 @@ def test_restart_reuse_compares_codecs_with_raw(tmp_path: Path) -> None:
     assert int8["in_16_bits_over_its"] > 1.8
     assert int8["raw_over_its"] > 3.6
     assert int8["same_tokens"] > 0.5
+
+
+def test_shared_store_async_reads_what_another_client_has_written(tmp_path: Path) -> None:
+    said = run_example("shared_store_async.py", folder=tmp_path)
+    assert said.splitlines() == ["there: [True, False]", "read: 8 of 9", "left: [False]"]
+
+
+def test_shared_store_sync_gets_what_another_process_has_put(tmp_path: Path) -> None:
+    said = run_example("shared_store_sync.py", folder=tmp_path).splitlines()
+    assert said[0].split() == ["put:", *["dram"] * 8]
+    assert said[1].split() == ["got:", *["remote"] * 8, "absent"]
+    assert said[2:] == ["same bytes: True", "again: dram dram dram dram dram dram dram dram"]
+
+
+@pytest.mark.parametrize("name", ["shared_store_async.py", "shared_store_sync.py"])
+def test_shared_stores_may_be_any_connectors(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    url = f"sharded+file://{tmp_path}/a,{tmp_path}/b"
+    said = run_example(name, f"--url={url}", folder=tmp_path)
+    assert "read: 8 of 9" in said or "same bytes: True" in said
 
 
 def test_every_example_is_run() -> None:
