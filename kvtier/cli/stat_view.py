@@ -65,10 +65,11 @@ def _row(tier: Said, before: Said, seconds: float) -> Iterator[str]:
     yield str(tier.get("state", "?"))
     yield str(tier.get("codec", ""))
     # A remote that others write to, too, has no bound of ours: what it holds is not known here.
-    used, capacity = (format_size(tier.get(name, 0)) for name in ("used_bytes", "capacity_bytes"))
-    bounded = bool(tier.get("capacity_bytes", 0))
+    sizes = (tier.get(name) or 0 for name in ("used_bytes", "capacity_bytes"))
+    used, capacity = map(format_size, sizes)
+    bounded = bool(tier.get("capacity_bytes"))
     yield used if bounded else ""
-    yield capacity if bounded else ""
+    yield capacity if bounded else _unbounded(tier)
     yield _count(tier, "chunks") if bounded else ""
     yield _count(tier, "hit_tokens")
     for name in ("read_bytes", "written_bytes"):
@@ -86,6 +87,10 @@ def _notes(now: Said) -> Iterator[str]:
         if misses:
             told = ", ".join(f"{reason} {tokens}" for reason, tokens in misses)
             yield f"tokens that {tier.get('name')} did not give: {told}"
+
+
+def _unbounded(tier: Said) -> str:
+    return "unbounded" if tier.get("name") == "remote" else ""
 
 
 def _count(tier: Said, name: str) -> str:

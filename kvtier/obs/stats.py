@@ -128,6 +128,11 @@ class TierStats:
     codec: str = ""
 
     @property
+    def bounded(self) -> bool:
+        """False: others bound what is held, and nobody here knows how much that is."""
+        return self.capacity_bytes > 0
+
+    @property
     def write_amplification(self) -> float:
         """Bytes written to the medium for each byte of chunks: the index at rest comes on top."""
         written = self.counters.written_bytes

@@ -22,6 +22,11 @@ def _tier(read: Callable[[TierStats], float | Histogram]) -> Reader[CacheStats]:
     return lambda cache: [((tier.tier.value,), read(tier)) for tier in cache.tiers]
 
 
+def _held(read: Callable[[TierStats], float]) -> Reader[CacheStats]:
+    """Of a remote that others bound, nobody here knows what it holds: it has no such figure."""
+    return lambda cache: [((tier.tier.value,), read(tier)) for tier in cache.tiers if tier.bounded]
+
+
 def _counted(read: Callable[[TierCounters], float | Histogram]) -> Reader[CacheStats]:
     return _tier(lambda tier: read(tier.counters))
 
@@ -75,18 +80,18 @@ TIER_SERIES: Final[tuple[Series[CacheStats], ...]] = (
         _tier(lambda tier: float(tier.state == "ok")),
         _TIER,
     ),
-    gauge("kvtier_tier_used_bytes", "Bytes in use.", _tier(lambda tier: tier.used_bytes), _TIER),
+    gauge("kvtier_tier_used_bytes", "Bytes in use.", _held(lambda tier: tier.used_bytes), _TIER),
     gauge(
         "kvtier_tier_capacity_bytes",
         "Bytes that a tier may use.",
-        _tier(lambda tier: tier.capacity_bytes),
+        _held(lambda tier: tier.capacity_bytes),
         _TIER,
     ),
-    gauge("kvtier_tier_chunks", "Chunks held.", _tier(lambda tier: tier.chunks), _TIER),
+    gauge("kvtier_tier_chunks", "Chunks held.", _held(lambda tier: tier.chunks), _TIER),
     gauge(
         "kvtier_tier_pinned_chunks",
         "Chunks that are being read or written and cannot be evicted.",
-        _tier(lambda tier: tier.pinned_chunks),
+        _held(lambda tier: tier.pinned_chunks),
         _TIER,
     ),
     gauge(

@@ -12,14 +12,14 @@ _QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 def told_health(tier: TierStats) -> dict[str, Any]:
-    """How a tier is, and how full."""
+    """How a tier is, and how full; null where nobody here knows that."""
     return {
         "name": tier.tier.value,
         "state": tier.state,
         "detail": tier.detail,
         "codec": tier.codec,
-        "used_bytes": tier.used_bytes,
-        "capacity_bytes": tier.capacity_bytes,
+        "used_bytes": tier.used_bytes if tier.bounded else None,
+        "capacity_bytes": tier.capacity_bytes if tier.bounded else None,
     }
 
 
@@ -28,8 +28,8 @@ def told_tier(tier: TierStats) -> dict[str, Any]:
     counters = tier.counters
     return {
         **told_health(tier),
-        "chunks": tier.chunks,
-        "pinned_chunks": tier.pinned_chunks,
+        "chunks": tier.chunks if tier.bounded else None,
+        "pinned_chunks": tier.pinned_chunks if tier.bounded else None,
         "quarantined_files": tier.quarantined_files,
         "hit_tokens": counters.hit_tokens,
         "miss_tokens": told_by_word(counters.miss_tokens),

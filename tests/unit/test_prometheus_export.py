@@ -115,6 +115,16 @@ def test_b165_a_second_engine_in_the_process_has_a_registry_of_its_own() -> None
     assert scraped(snapshot(tier(Tier.DRAM))) == first
 
 
+def test_what_a_remote_without_a_bound_holds_has_no_series() -> None:
+    samples = scraped(snapshot(tier(Tier.DRAM), replace(tier(Tier.REMOTE), capacity_bytes=0)))
+    held = ("used_bytes", "capacity_bytes", "chunks", "pinned_chunks")
+    told = {(name, dict(labels).get("tier")) for (name, labels), _ in samples}
+    for name in held:
+        assert (f"kvtier_tier_{name}", "dram") in told
+        assert (f"kvtier_tier_{name}", "remote") not in told
+    assert ("kvtier_tier_ok", "remote") in told
+
+
 def test_every_figure_is_the_owners() -> None:
     samples = scraped(snapshot(tier(Tier.DRAM), tier(Tier.DISK, "unavailable"), degraded=True))
     assert value(samples, "kvtier_requests_total", endpoint="chat", outcome="ok") == 15

@@ -116,9 +116,12 @@ def test_a_server_fits_into_a_terminal_of_eighty_columns() -> None:
     assert "remote ok" in text
 
 
-def test_what_a_remote_without_a_bound_holds_is_left_open() -> None:
-    remote = {**DISK, "name": "remote", "used_bytes": 0, "capacity_bytes": 0, "chunks": 0}
-    assert "0 B" not in shown(server_view({**SAID, "tiers": [remote]}, None))
+@pytest.mark.parametrize("nothing", [0, None])
+def test_what_a_remote_without_a_bound_holds_is_left_open(nothing: int | None) -> None:
+    held = dict.fromkeys(("used_bytes", "capacity_bytes", "chunks"), nothing)
+    text = shown(server_view({**SAID, "tiers": [{**DISK, "name": "remote", **held}]}, None))
+    assert "unbounded" in text
+    assert "0 B" not in text
 
 
 def test_a_server_without_tiers_and_requests_is_shown() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from kvtier.obs.stats import CacheStats, CostStats, Histogram, LinkStats, TierCounters, TierStats
+from kvtier.obs.told import told_tier
 from kvtier.types import MissReason, Tier
 from kvtier_engine.api.ports import ServedModel
 from kvtier_engine.api.service import RequestCounters
@@ -56,6 +58,16 @@ def test_health_is_ok_again_when_every_tier_is() -> None:
     assert [(each["name"], each["codec"]) for each in health.report["tiers"]] == [
         ("hbm", "float32"), ("dram", "int8"), ("disk", "int4"), ("remote", "raw"),
     ]  # fmt: skip
+
+
+def test_what_a_remote_without_a_bound_holds_is_null() -> None:
+    remote = replace(tier(Tier.REMOTE), capacity_bytes=0, used_bytes=0)
+    now = cache(tier(Tier.DRAM), remote)
+    told = health_of(MODEL, FACTS, ENGINE, now, draining=False).report["tiers"]
+    assert [each["capacity_bytes"] for each in told] == [10_000, 100, None]
+    (shown,) = [each for each in map(told_tier, now.tiers) if each["name"] == "remote"]
+    for name in ("used_bytes", "capacity_bytes", "chunks", "pinned_chunks"):
+        assert shown[name] is None, name
 
 
 def test_figures_are_json_with_no_number_that_is_none() -> None:
