@@ -188,6 +188,7 @@ class RemoteLab:
         pending_deadline_s: float = 5.0,
         block_count: int = 128,
         codec: str = "raw",
+        quota_chunks: int = 0,
         **how: Any,
     ) -> EngineDouble:
         """Open a cache; ``how`` goes to each remote's config."""
@@ -203,6 +204,7 @@ class RemoteLab:
             codec=codec,
             load_deadline_s=load_deadline_s,
             pending_deadline_s=pending_deadline_s,
+            tenant_quota_bytes=quota_chunks * CHUNK_BYTES,
         )
 
         def connect(url: str) -> Connector:

@@ -249,7 +249,16 @@ class Uploader:
             self._moving.discard(key)
             job.give_back(chunk)
             self._refuse(key, refused)
+        elif not chunk.was_there:
+            self._count(chunk)  # From now on: others may be on their way at the same time.
         return refused is None
+
+    def _count(self, chunk: Outbound) -> None:
+        """Count what is written for a tenant."""
+        root = chunk.record.namespace
+        if self.owned(root):
+            key, shards = chunk.record.entry.key, frozenset(chunk.slots)
+            self._tier.written.note(key, root, chunk.nbytes, shards)
 
     def _settle(self, job: UploadJob, outcome: Fault | None) -> None:
         counters = self._counters[Tier.REMOTE]
@@ -263,11 +272,9 @@ class Uploader:
                 continue
             if chunk.place is not None and self._tier.holdings is not None:
                 self._tier.holdings.commit(chunk.place)
-            shards = frozenset(chunk.slots)
-            self._tier.learn(key, shards)
+            self._tier.learn(key, frozenset(chunk.slots))
             if not chunk.was_there:
-                if self.owned(chunk.record.namespace):
-                    self._tier.written.note(key, chunk.record.namespace, chunk.nbytes, shards)
+                self._count(chunk)
                 counters.written_bytes += chunk.nbytes
                 counters.write_latency.observe(self._clock.now() - job.started)
                 self._tier.refusing = ""
@@ -281,6 +288,8 @@ class Uploader:
         """Try a chunk again later, unless the remote said no or it was tried often enough."""
         self._counters[Tier.REMOTE].io_errors += 1
         key = chunk.record.entry.key
+        if not chunk.was_there:
+            self._tier.written.drop(key)
         if chunk.place is not None and self._tier.holdings is not None:
             self._tier.holdings.abort(chunk.place)
         if chunk.outcome is not None:
