@@ -118,6 +118,10 @@ class Face:
             ]
         )
 
+    def contains(self, keys: Sequence[bytes]) -> list[bool | None]:
+        """Tell which payloads are held, at once; None: not known yet. Takes one batch."""
+        return self._lanes[0].contains(keys)
+
     def lookup(self, keys: Sequence[bytes]) -> Steps[list[bool]]:
         """See ``lookup_steps``; the deadline runs from now on."""
         return lookup_steps(self._lanes[0], keys, self._clock, self._lookup_deadline)
