@@ -33,6 +33,17 @@ class TestLoads:
             for answer in (*parked, urgent):
                 answer.check()
 
+    def test_b47_what_was_evicted_from_hbm_is_found_below(self) -> None:
+        """HBM of 4 blocks; noise drives the prompt out; also where another one shares its start."""
+        for between in ((), (prompt_of(1, 5)[:4] + prompt_of(8, 5),)):
+            engine = ToyEngine(4, tiers=True)
+            prompt = prompt_of(1, 9)
+            engine.run(prompt, 3)
+            for noise in (*between, *(prompt_of(seed, 9) for seed in (2, 3, 4, 5))):
+                engine.run(noise, 3)
+            again = engine.run(prompt, 3)
+            assert again.usage.cached_by_tier == {Tier.DRAM: 8}
+
     def test_a_load_is_given_up_when_nothing_else_can_run(self) -> None:
         engine = ToyEngine(10, tiers=True, config=config_of(4, 64))
         engine.run(prompt_of(1, 13), 3)

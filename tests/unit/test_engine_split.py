@@ -84,6 +84,22 @@ def test_nothing_is_found_in_the_pool_before_it_has_come() -> None:
     second.check()
 
 
+def test_b08_nothing_is_stored_before_it_has_come() -> None:
+    engine = stored(load_polls=10)
+    answer = ask(engine)
+    engine.step()
+    held = dict(engine.tiers.chunks)
+    engine.tiers.chunks.clear()
+    engine.step(4)
+    assert len(engine.tiers.chunks) == SPLIT // 4, "of what lies behind, only garbage is there"
+    engine.tiers.chunks |= held
+    engine.finish()
+    answer.check()
+    engine.lose_hbm()
+    engine.tiers.costs.split_token = None
+    assert engine.run(PROMPT).cached == 40
+
+
 def test_an_abort_leaves_the_blocks_to_the_load() -> None:
     engine = stored(load_polls=10)
     answer = ask(engine)
