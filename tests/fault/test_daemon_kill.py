@@ -14,7 +14,8 @@ from kvtier.interfaces import Connector
 from kvtier.registry import connect
 from kvtier.testing.connector_contract import payload_of
 from kvtier.types import ReadRequest, WriteItem
-from tests.lib.daemon import daemon, free_port
+from tests.lib.daemon import daemon
+from tests.lib.program import free_port
 
 OPERATIONS = 600
 KEYS = 40

@@ -30,8 +30,9 @@ from kvtier_connectors.redis.objects import (
     object_name,
 )
 from tests.lib.opened import Opened
+from tests.lib.program import free_port
 from tests.lib.redis_cluster import wait_until
-from tests.lib.redis_servers import RedisServer, free_port, redis_server
+from tests.lib.redis_servers import RedisServer, redis_server
 
 MIB = 1 << 20
 LARGE = 3 * PART_BYTES + 123

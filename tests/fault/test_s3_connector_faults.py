@@ -28,7 +28,7 @@ from kvtier_connectors.s3.connector import READ_TRIES_MAX
 from kvtier_connectors.s3.errors import CODES, ERRORS, translated
 from kvtier_connectors.s3.settings import Settings, parse_url
 from tests.lib.opened import Opened
-from tests.lib.redis_servers import free_port
+from tests.lib.program import free_port
 from tests.lib.s3_servers import FailingS3, Orders, use_credentials
 
 PIECE_BYTES = Settings("bucket").piece_bytes

@@ -14,7 +14,8 @@ from playwright.sync_api import Browser, Page, expect
 from kvtier.registry import connect
 from kvtier.types import ReadRequest, WriteItem
 from tests.lib.browser import browsing, needs_browser
-from tests.lib.daemon import daemon, free_port
+from tests.lib.daemon import daemon
+from tests.lib.program import free_port
 from tests.lib.server import LOAD_ALWAYS, idle, serving
 from tests.lib.tiny_llama import tiny_config, tiny_tensors, write_folder
 

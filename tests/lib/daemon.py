@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import re
-import signal
-import socket
-import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -17,24 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.lib.program import Program, running
+
 PROGRAM = Path(sys.executable).with_name("kvtier")
-START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 30.0
-
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
 
 
-class Daemon:
+class Daemon(Program):
     """A running server. Its thread and its process end with ``daemon``."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        self.log: list[str] = []
-        self._changed = threading.Condition()
-        self._ended = False
-        self._reader = threading.Thread(target=self._read_log)
-        self._reader.start()
 
     @property
     def urls(self) -> list[str]:
@@ -50,11 +34,7 @@ class Daemon:
 
     def wait_until_serving(self, listeners: int) -> None:
         """Return when it listens everywhere; fail when it ends without."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._ended or len(self.urls) == listeners, START_TIMEOUT_S
-            )
-            assert len(self.urls) == listeners, "\n".join(self.log)
+        self.wait_for_log(lambda: len(self.urls) == listeners)
 
     def get(self, path: str, token: str = "") -> Any:
         """What the control plane answers, as JSON."""
@@ -84,44 +64,10 @@ class Daemon:
             with error:
                 return error.code, json.loads(error.read())
 
-    def wait_for_line(self, part: str) -> None:
-        """Return once a line with this has been logged; fail when it ends without."""
-        with self._changed:
-            said = self._changed.wait_for(
-                lambda: self._ended or any(part in line for line in self.log), START_TIMEOUT_S
-            )
-            assert said, self.log
-            assert any(part in line for line in self.log), "\n".join(self.log)
-
     def connections(self) -> dict[str, int]:
         """What the data plane counts."""
         figures: dict[str, int] = self.get("/v1/stats")["connections"]
         return figures
-
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Signal it and return its exit code; the log is complete then."""
-        self.process.send_signal(number)
-        code = self.process.wait(STOP_TIMEOUT_S)
-        self._reader.join()
-        return code
-
-    def end(self) -> None:
-        """Kill it if it still runs."""
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        self._reader.join()
-
-    def _read_log(self) -> None:
-        assert self.process.stderr is not None
-        with self.process.stderr as lines:
-            for line in lines:
-                with self._changed:
-                    self.log.append(line.rstrip("\n"))
-                    self._changed.notify_all()
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
 
 
 @contextmanager
@@ -132,31 +78,7 @@ def daemon(*arguments: str, listen: Sequence[str] = ("127.0.0.1:0",)) -> Iterato
     """
     options = [f"--listen={each}" for each in listen]
     options += [] if any(each.startswith("--dram") for each in arguments) else ["--dram=128MiB"]
-    process = subprocess.Popen(
-        [PROGRAM, "daemon", *options, "--http=127.0.0.1:0", *arguments],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        # One call into libc, looked up before the fork: no lock is waited for in the child.
-        preexec_fn=_die_with_the_test,  # noqa: PLW1509
-    )
-    running = Daemon(process)
-    try:
-        running.wait_until_serving(len(listen))
-        yield running
-    finally:
-        running.end()
-    assert not any("Traceback" in line for line in running.log), "\n".join(running.log)
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _die_with_the_test() -> None:
-    """In the child: be killed when the thread that started it ends, however that comes about."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    command: list[str | Path] = [PROGRAM, "daemon", *options, "--http=127.0.0.1:0", *arguments]
+    with running(Daemon, command) as server:
+        server.wait_until_serving(len(listen))
+        yield server

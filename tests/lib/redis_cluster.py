@@ -11,7 +11,8 @@ from typing import Any
 
 import redis
 
-from tests.lib.redis_servers import RedisServer, free_port, redis_server
+from tests.lib.program import free_port
+from tests.lib.redis_servers import RedisServer, redis_server
 
 SLOTS = 16_384
 READY_S_MAX = 30.0

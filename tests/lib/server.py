@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import http.client
 import json
 import os
@@ -10,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -19,20 +17,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from tests.lib.program import STOP_TIMEOUT_S, Program, running
 from tests.lib.reference import token_ids
 
 PROGRAM = Path(sys.executable).with_name("kvtier-serve")
-START_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 120.0
 REQUEST_TIMEOUT_S = 120.0
 STATE_TIMEOUT_S = 45.0
 POLL_S = 0.02
 #: For tests that promise hits: a load is worth waiting for, however long one takes here and however
 #: quickly so short a prompt is computed.
 LOAD_ALWAYS = "--gpu-time-worth=100"
-
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
 
 Metrics = Mapping[str, float]
 T = TypeVar("T")
@@ -50,16 +44,8 @@ class Answer:
     cached: dict[str, int] = field(default_factory=dict)
 
 
-class Served:
+class Served(Program):
     """A running server. Its threads and its process end with ``serving``."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        self.log: list[str] = []
-        self._changed = threading.Condition()
-        self._ended = False
-        self._reader = threading.Thread(target=self._read_log)
-        self._reader.start()
 
     @property
     def url(self) -> str:
@@ -80,22 +66,6 @@ class Served:
         """The command that it proposes."""
         return next(line for line in self.log if line.startswith("  curl ")).strip()
 
-    def wait_for_line(self, start: str) -> None:
-        """Return when it has written a line that starts so; fail when it ends without."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._ended or any(line.startswith(start) for line in self.log),
-                START_TIMEOUT_S,
-            )
-            assert any(line.startswith(start) for line in self.log), "\n".join(self.log)
-
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Signal it and return its exit code; the log is complete then."""
-        self.process.send_signal(number)
-        code = self.process.wait(STOP_TIMEOUT_S)
-        self._reader.join()
-        return code
-
     def pause(self) -> None:
         """Hold all of its threads where they are, until ``resume``."""
         self.process.send_signal(signal.SIGSTOP)
@@ -105,13 +75,6 @@ class Served:
 
     def resume(self) -> None:
         self.process.send_signal(signal.SIGCONT)
-
-    def end(self) -> None:
-        """Kill it if it still runs."""
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        self._reader.join()
 
     def get(self, path: str) -> tuple[int, str]:
         """Return status and body."""
@@ -220,17 +183,6 @@ class Served:
     def _connection(self, timeout_s: float = REQUEST_TIMEOUT_S) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(*self.address, timeout=timeout_s)
 
-    def _read_log(self) -> None:
-        assert self.process.stderr is not None
-        with self.process.stderr as lines:
-            for line in lines:
-                with self._changed:
-                    self.log.append(line.rstrip("\n"))
-                    self._changed.notify_all()
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
-
 
 @contextmanager
 def starting(
@@ -240,21 +192,8 @@ def starting(
 
     Fails when it has logged a traceback: no fault that a test makes is unexpected.
     """
-    process = subprocess.Popen(
-        [PROGRAM, "--port=0", *arguments],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=None if environment is None else dict(environment),
-        # One call into libc, looked up before the fork: no lock is waited for in the child.
-        preexec_fn=_die_with_the_test,  # noqa: PLW1509
-    )
-    served = Served(process)
-    try:
+    with running(Served, [PROGRAM, "--port=0", *arguments], environment) as served:
         yield served
-    finally:
-        served.end()
-    assert not any("Traceback" in line for line in served.log), "\n".join(served.log)
 
 
 @contextmanager
@@ -312,8 +251,3 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         if data:
             yield json.loads(data)
     raise ConnectionError("the stream broke off")
-
-
-def _die_with_the_test() -> None:
-    """In the child: be killed when the thread that started it ends, however that comes about."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
