@@ -58,6 +58,7 @@ PAGES = {
     ("[::1]:7071", "http://[::1]:7071"): False,
     ("127.0.0.1:7071", "https://evil.example"): True,
     ("127.0.0.1:7071", "null"): True,
+    ("127.0.0.1:7071", "http://127.0.0.1:8080"): True,
     # A name that was pointed here makes the two agree.
     ("evil.example:7071", "http://evil.example:7071"): True,
 }
