@@ -1,9 +1,11 @@
 """How fast does the cache server carry shards, beside a bare socket between two processes?
 
-Shards of 2, 8 and 32 MiB over TCP on loopback and over a Unix socket, warm buffers on both sides,
-in turns: ``kvtier daemon`` with its connector (four shards under way at a time) and a peer that
-does nothing but ``sendall`` and ``recv_into``. A read of 4 KiB gives the latency. The gate is that
-every byte comes back.
+Shards of 2, 8 and 32 MiB over TCP on loopback, over a Unix socket and through shared memory, warm
+buffers on both sides, in turns: ``kvtier daemon`` with its connector (four shards under way at a
+time), a peer that does nothing but ``sendall`` and ``recv_into``, and a copy within this process.
+Beside the speed stands what both sides take of a core for each GB, which other programs on the
+machine disturb less. A read of 4 KiB gives the latency, and one of 64 KiB that of the least that
+is shared. The gate is that every byte comes back.
 
     python bench/tiers/daemon.py [--smoke] [--rounds N]
 """
@@ -20,12 +22,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.lib.report import spread, write_row
-from kvtier.constants import MIB
+from kvtier.constants import KIB, MIB
 from kvtier.interfaces import Connector
 from kvtier.registry import connect
 from kvtier.types import ReadRequest, WriteItem
@@ -41,6 +44,29 @@ def timed(work: Callable[[], None]) -> float:
     return time.perf_counter() - began
 
 
+def spent_s(process_id: int) -> float:
+    """Seconds that all threads of a process have had a core, to the nanosecond."""
+    tasks = Path(f"/proc/{process_id}/task").glob("*/schedstat")
+    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+
+
+@dataclass(frozen=True)
+class Way:
+    """Something that is measured, and the process at its other end, if there is one."""
+
+    work: Callable[[], None]
+    other: int | None
+
+    def measured(self, gigabytes: float) -> tuple[float, float]:
+        """Return GB/s and the seconds of a core that both sides took for each GB."""
+        before_s = self._spent_s()
+        seconds = timed(self.work)
+        return gigabytes / seconds, (self._spent_s() - before_s) / gigabytes
+
+    def _spent_s(self) -> float:
+        return time.process_time() + (spent_s(self.other) if self.other is not None else 0.0)
+
+
 class Bare:
     """A process at the other end of a socket: takes so many bytes, then gives as many back."""
 
@@ -51,6 +77,7 @@ class Bare:
         listener.listen(1)
         command = [sys.executable, __file__, "--bare", str(listener.fileno()), str(int(unix))]
         process = subprocess.Popen(command, pass_fds=[listener.fileno()])
+        self.process_id = process.pid
         stack.callback(process.wait)  # It ends when our socket is closed, which is before.
         self.socket = stack.enter_context(socket.socket(family))
         self.socket.connect(listener.getsockname())
@@ -93,7 +120,10 @@ def be_bare(number: int, *, unix: bool) -> None:
 class Served:
     """The server's connector, in a loop of its own."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, connector: Connector) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, connector: Connector, process_id: int
+    ) -> None:
+        self.process_id = process_id
         self._loop = loop
         self._connector = connector
 
@@ -113,7 +143,7 @@ class Served:
         self._loop.run_until_complete(self._connector.close())
 
 
-def start_daemon(stack: ExitStack, folder: str) -> list[str]:
+def start_daemon(stack: ExitStack, folder: str) -> tuple[int, list[str]]:
     command = [str(Path(sys.executable).with_name("kvtier")), "daemon", "--dram=512MiB"]
     command += ["--listen=127.0.0.1:0", f"--listen=unix:{folder}/daemon"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -123,32 +153,39 @@ def start_daemon(stack: ExitStack, folder: str) -> list[str]:
     assert process.stderr is not None
     while len(urls) < 2 and (line := process.stderr.readline()):
         urls += [line.split()[1]] if line.startswith("  serves") else []
-    return urls
+    return process.pid, urls
 
 
 def measure(size: int, rounds: int, served: Served, bare: Bare, draws: random.Random) -> Figures:
     shards = [memoryview(bytearray(draws.randbytes(size))) for _ in range(SHARDS)]
     into = [memoryview(bytearray(size)) for _ in range(SHARDS)]
-    gigabytes = size * SHARDS / 1e9
+    ways = {
+        "write": Way(lambda: served.write(shards), served.process_id),
+        "read": Way(lambda: served.read(into), served.process_id),
+        "bare_write": Way(lambda: bare.write(shards), bare.process_id),
+        "bare_read": Way(lambda: bare.read(into), bare.process_id),
+        "copy": Way(lambda: copy(shards, into), None),
+    }
     figures: Figures = {}
     for turn in range(rounds + 1):
-        seconds = {
-            "write": timed(lambda: served.write(shards)),
-            "read": timed(lambda: served.read(into)),
-            "bare_write": timed(lambda: bare.write(shards)),
-            "bare_read": timed(lambda: bare.read(into)),
-        }
+        measured = {name: way.measured(size * SHARDS / 1e9) for name, way in ways.items()}
         served.read(into)
         if into != shards:
             raise SystemExit("gate: other bytes came back")
         if turn:  # The first one warms the buffers.
-            for name, each in seconds.items():
-                figures.setdefault(name, []).append(gigabytes / each)
+            for name, (speed, cost) in measured.items():
+                figures.setdefault(f"{name}_gb_per_s", []).append(speed)
+                figures.setdefault(f"{name}_core_s_per_gb", []).append(cost)
     return figures
 
 
-def latency_us(served: Served) -> list[float]:
-    small = [memoryview(bytearray(4096))]
+def copy(shards: list[memoryview], into: list[memoryview]) -> None:
+    for source, target in zip(shards, into, strict=True):
+        target[:] = source
+
+
+def latency_us(served: Served, nbytes: int) -> list[float]:
+    small = [memoryview(bytearray(nbytes))]
     return [timed(lambda: served.read(small)) * 1e6 for _ in range(SMALL_READS)]
 
 
@@ -168,18 +205,24 @@ def main() -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         loop = asyncio.new_event_loop()
         stack.callback(loop.close)
-        urls = start_daemon(stack, folder)
-        families = {"tcp": socket.AF_INET, "unix": socket.AF_UNIX}
-        for (name, family), url in zip(families.items(), urls, strict=True):
-            served, bare = Served(loop, connect(url)), Bare(stack, family, folder)
+        process_id, (tcp, unix) = start_daemon(stack, folder)
+        ways = {
+            "tcp": (socket.AF_INET, tcp),
+            "unix": (socket.AF_UNIX, f"{unix}?shared=no"),
+            "shared": (socket.AF_UNIX, unix),
+        }
+        for name, (family, url) in ways.items():
+            served = Served(loop, connect(url), process_id)
+            bare = Bare(stack, family, tempfile.mkdtemp(dir=folder))
             for size in (MIB,) if options.smoke else (2 * MIB, 8 * MIB, 32 * MIB):
                 figures = measure(size, rounds, served, bare, draws)
-                for way, values in figures.items():
-                    row[f"{name}_{size // MIB}_mib_{way}_gb_per_s"] = spread(values)
-                    print(f"{name} {size // MIB} MiB {way} {spread(values)['p50']:.2f} GB/s")
-            micros = latency_us(served)
-            row[f"{name}_4_kib_read_us"] = spread(micros)
-            print(f"{name} 4 KiB read {spread(micros)['p50']:.0f} us")
+                for figure, values in figures.items():
+                    row[f"{name}_{size // MIB}_mib_{figure}"] = spread(values)
+                    print(f"{name} {size // MIB} MiB {figure} {spread(values)['p50']:.3f}")
+            for kib in (4, 64):
+                micros = latency_us(served, kib * KIB)
+                row[f"{name}_{kib}_kib_read_us"] = spread(micros)
+                print(f"{name} {kib} KiB read {spread(micros)['p50']:.0f} us")
             served.close()
     if not options.smoke:
         write_row("daemon", row)
