@@ -45,18 +45,23 @@ class CopyingWorker(OffloadingWorker):  # type: ignore[misc]
             slots = chunks.block_ids[start : start + size]
             start += size
             for ref in self._caches.group_data_refs[group]:
-                pages, rows = self._caches.tensors[ref.tensor_idx].tensor, self._rows[ref.tensor_idx]
+                pages, rows = (
+                    self._caches.tensors[ref.tensor_idx].tensor,
+                    self._rows[ref.tensor_idx],
+                )
                 used = ref.page_size_bytes
                 for block, slot in zip(blocks, slots, strict=True):
                     page, row = pages[block, :used], rows[slot, :used]
                     row.copy_(page) if store else page.copy_(row)
                     nbytes += used
-        self._done.append(TransferResult(job_id, True, nbytes, 0.0))  # noqa: FBT003
+        self._done.append(TransferResult(job_id, True, nbytes, 0.0))
         return True
 
 
 class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
     """vLLM's tiering with another worker."""
+
+    _worker: Any
 
     def get_worker(self, kv_caches: Any) -> Any:
         assert self.blocks_per_chunk == 1

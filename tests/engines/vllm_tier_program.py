@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from vllm_program import forget, serve
+from vllm_program import forget, serve  # type: ignore[import-not-found]
 
 CPU_TIER_BYTES = 256 * 2**20
 
