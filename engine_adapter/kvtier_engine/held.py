@@ -32,6 +32,10 @@ class CacheHeld:
         """Return how many of them are pinned."""
         return self._cache.pins.pinned_tokens(self._sequence(request))
 
+    def unpin(self, request: GenerateRequest) -> int:
+        """Let the prompt's chunks leave when their turn comes."""
+        return self._cache.pins.unpin_sequence(self._sequence(request))
+
     def _sequence(self, request: GenerateRequest) -> Sequence:
         namespace = replace(self._namespace, tenant_salt=request.cache_salt)
         sequence = self._cache.sequence(namespace)

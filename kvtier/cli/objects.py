@@ -1,6 +1,7 @@
 """What is done with the objects of a running ``kvtier daemon``: ls, evict, invalidate, pin, warm.
 
-``warm`` and ``pin`` also have a running ``kvtier-serve`` compute prompts, where those are given.
+Where prompts are given, ``warm`` and ``pin`` have a running ``kvtier-serve`` compute them, and
+``unpin`` has it let them go.
 """
 
 from __future__ import annotations
@@ -121,7 +122,10 @@ def invalidate(
 
 
 def unpin(
-    url: Url,
+    where: _MaybeUrl = None,
+    url: _UrlOption = None,
+    file: _Prompts = None,
+    salt_file: _Salt = None,
     key: Key = None,
     keys: Keys = None,
     everything: All = False,  # noqa: FBT002
@@ -131,8 +135,14 @@ def unpin(
     api_key: ApiKey = "",
     json_output: Json = False,  # noqa: FBT002
 ) -> None:
-    """Let objects that are pinned leave when their turn comes."""
-    server = server_at(url, token_file, token_name, api_key)
+    """Let what is pinned leave when its turn comes: objects of kvtier daemon, or prompts."""
+    target = _one(where, url)
+    if file is not None:
+        _no_objects(key, keys, credential, everything=everything)
+        api_key = chosen_token(token_file, token_name, api_key)
+        prompts.unpin(target, file, salt_file, api_key, json_output)
+        return
+    server = server_at(target, token_file, token_name, api_key)
     chosen = selections(credential, key, keys, everything=everything)
     _tell(_ask_all(server, "unpin", chosen, {}), json_output=json_output)
 

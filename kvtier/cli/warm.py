@@ -1,4 +1,4 @@
-"""``kvtier warm`` and ``kvtier pin``: prompts that a running engine computes ahead of requests."""
+"""``kvtier warm``, ``pin``: prompts that a running engine computes ahead of requests; ``unpin``."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from kvtier.cli.secrets import bearer, read_salt, server_url
 from kvtier.constants import MIB
 from kvtier.errors import ConfigError, TierUnavailableError
 
+_FOR_COMPUTING: Final = ("kvtier", "priority")
 _LINES_MAX: Final = 1_000_000
 _LINE_BYTES_MAX: Final = 16 * MIB
 _ANSWER_BYTES_MAX: Final = 16 * MIB
@@ -49,6 +50,7 @@ class _Totals:
     cached_tokens: int = 0
     held_tokens: int = 0
     pinned_tokens: int = 0
+    unpinned_tokens: int = 0
 
 
 def warm(
@@ -59,8 +61,8 @@ def warm(
     json_output: _Json = False,  # noqa: FBT002
 ) -> None:
     """Have prompts computed and stored, so that later requests find them."""
-    totals = _send_all(url, file, salt_file, api_key, {})
-    _tell(totals, json_output=json_output)
+    totals = _send_all(url, file, salt_file, api_key, "warm")
+    _tell(totals, _WARMED, json_output=json_output)
 
 
 def pin(
@@ -73,14 +75,31 @@ def pin(
 ) -> None:
     """Have prompts computed, stored and kept from eviction; exit status 1 unless all of it is."""
     check_pin_seconds("--seconds", seconds)
-    totals = _send_all(url, file, salt_file, api_key, {"pin": seconds})
-    _tell(totals, json_output=json_output, pinned=True)
+    totals = _send_all(url, file, salt_file, api_key, "warm", {"pin": seconds})
+    _tell(totals, _PINNED, json_output=json_output)
     if totals.pinned_tokens < totals.held_tokens:
         raise typer.Exit(1)
 
 
+def unpin(
+    url: _Url,
+    file: _File,
+    salt_file: _Salt = None,
+    api_key: _Key = "",
+    json_output: _Json = False,  # noqa: FBT002
+) -> None:
+    """Let pinned prompts leave when their turn comes. Nothing is computed."""
+    totals = _send_all(url, file, salt_file, api_key, "unpin")
+    _tell(totals, _UNPINNED, json_output=json_output)
+
+
 def _send_all(
-    url: str, file: Path, salt_file: Path | None, api_key: str, hints: dict[str, float]
+    url: str,
+    file: Path,
+    salt_file: Path | None,
+    api_key: str,
+    call: str,
+    hints: dict[str, float] | None = None,
 ) -> _Totals:
     where = server_url("--url", url)
     salt = {} if salt_file is None else {"cache_salt": read_salt(salt_file)}
@@ -88,13 +107,15 @@ def _send_all(
     headers = {"content-type": "application/json", **bearer(api_key)}
     totals = _Totals()
     with closing(_connection(where)) as connection, _progress() as progress:
-        for number, body in progress.track(prompts, description="warming"):
+        for number, body in progress.track(prompts, description=call):
+            if call == "unpin":  # The file that they were pinned from may say these.
+                body = {name: body[name] for name in body if name not in _FOR_COMPUTING}
             if hints:
                 body["kvtier"] = {**body.get("kvtier", {}), **hints}
-            path = where.path.rstrip("/") + "/v1/kvtier/warm"
+            path = f"{where.path.rstrip('/')}/v1/kvtier/{call}"
             answer = _post(connection, path, headers, body, f"{file}:{number}")
             try:
-                _add(totals, answer)
+                _NOTES[call](totals, answer)
             except (LookupError, TypeError, AttributeError) as error:
                 raise TierUnavailableError(f"{url}: not an answer of kvtier-serve") from error
     return totals
@@ -164,18 +185,27 @@ def _add(totals: _Totals, answer: dict[str, Any]) -> None:
     totals.pinned_tokens += details["kvtier"].get("pinned", 0)
 
 
-def _tell(totals: _Totals, *, json_output: bool, pinned: bool = False) -> None:
-    figures = {name: getattr(totals, name) for name in totals.__slots__}
-    if not pinned:
-        del figures["pinned_tokens"]
+def _add_unpinned(totals: _Totals, answer: dict[str, Any]) -> None:
+    totals.prompts += len(answer["prompts"])
+    totals.prompt_tokens += sum(each["prompt_tokens"] for each in answer["prompts"])
+    totals.unpinned_tokens += sum(each["unpinned_tokens"] for each in answer["prompts"])
+
+
+#: How the answer of each call is taken in.
+_NOTES: Final = {"warm": _add, "unpin": _add_unpinned}
+#: What is told of the totals: the words after each figure.
+_WARMED: Final = {"cached_tokens": "were there", "held_tokens": "are held"}
+_PINNED: Final = {**_WARMED, "pinned_tokens": "pinned"}
+_UNPINNED: Final = {"unpinned_tokens": "were pinned"}
+
+
+def _tell(totals: _Totals, figures: dict[str, str], *, json_output: bool) -> None:
     if json_output:
-        typer.echo(json.dumps(figures))
+        names = ("prompts", "prompt_tokens", *figures)
+        typer.echo(json.dumps({name: getattr(totals, name) for name in names}))
         return
-    stays = f", {totals.pinned_tokens} pinned" if pinned else ""
-    typer.echo(
-        f"{totals.prompts} prompts of {totals.prompt_tokens} tokens: {totals.cached_tokens} were "
-        f"there, {totals.held_tokens} are held{stays}"
-    )
+    told = ", ".join(f"{getattr(totals, name)} {words}" for name, words in figures.items())
+    typer.echo(f"{totals.prompts} prompts of {totals.prompt_tokens} tokens: {told}")
 
 
 def _progress() -> Progress:

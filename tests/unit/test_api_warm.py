@@ -33,6 +33,10 @@ class Shelf:
         del request
         return self.pinned
 
+    def unpin(self, request: GenerateRequest) -> int:
+        self.asked.append(request)
+        return self.pinned
+
 
 def features_of(engine: Any) -> list[Features]:
     assert isinstance(engine, ScriptedEngine)
@@ -168,3 +172,56 @@ async def test_warming_needs_the_key_too() -> None:
 
 async def test_another_model_is_not_warmed() -> None:
     error_of(await warm(Api(), model="another", prompt="a"), 404)
+
+
+# Unpinning
+
+
+async def unpin(api: Api, **body: Any) -> Any:
+    return await api.post("/v1/kvtier/unpin", body)
+
+
+async def test_prompts_are_unpinned_and_nothing_is_computed() -> None:
+    shelf = Shelf(pinned=8)
+    api = Api(held=shelf)
+    body = (await unpin(api, model=MODEL, prompt=["hello world", "hi"], cache_salt="s")).json()
+    assert body["object"] == "kvtier.unpin"
+    assert body["prompts"] == [
+        {"prompt_tokens": 11, "unpinned_tokens": 8},
+        {"prompt_tokens": 2, "unpinned_tokens": 8},
+    ]
+    assert "usage" not in body
+    assert isinstance(api.engine, ScriptedEngine)
+    assert not api.engine.requests
+    assert {request.cache_salt for request in shelf.asked} == {"s"}
+    assert api.service.counters.outcomes["unpin", Outcome.OK] == 1
+
+
+async def test_a_conversation_is_unpinned_as_it_was_pinned() -> None:
+    shelf = Shelf()
+    api = Api(held=shelf)
+    messages = [{"role": "user", "content": "hello"}]
+    await warm(api, messages=messages, kvtier={"pin": 60})
+    pinned = shelf.asked[-1].prompt
+    await unpin(api, messages=messages)
+    assert shelf.asked[-1].prompt == pinned
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "a", "kvtier": {"pin": 5}}, "kvtier"),
+        ({"prompt": "a", "max_tokens": 5}, "max_tokens"),
+    ],
+)
+async def test_what_cannot_be_unpinned_is_named(body: dict[str, Any], param: str) -> None:
+    shelf = Shelf()
+    assert error_of(await unpin(Api(held=shelf), **body))["param"] == param
+    assert not shelf.asked
+
+
+async def test_unpinning_needs_the_key_too() -> None:
+    api = Api(api_key="secret", held=(shelf := Shelf()))
+    assert (await unpin(api, prompt="hello")).status_code == 401
+    assert not shelf.asked

@@ -106,6 +106,19 @@ def test_a_pin_is_taken_back(setup: CacheSetup) -> None:
     assert found(engine) == 0
 
 
+def test_what_was_pinned_is_unpinned_by_its_tokens_even_where_it_is_gone(
+    setup: CacheSetup,
+) -> None:
+    engine = setup.open(disk_chunks=None)
+    sequence = engine.sequence(range(2 * CHUNK))
+    engine.store(sequence)
+    engine.cache.pins.pin(engine.match(sequence), 60.0)
+    engine.cache.remove(sequence.chunk_keys[1:])
+    assert engine.cache.pins.unpin_sequence(sequence) == 2 * CHUNK
+    assert engine.cache.pins.pinned_tokens(sequence) == 0
+    assert engine.cache.pins.unpin_sequence(sequence) == 0
+
+
 def test_a_second_pin_prolongs_and_never_shortens(setup: CacheSetup) -> None:
     clock = FakeClock()
     engine = setup.open(disk_chunks=None, clock=clock)

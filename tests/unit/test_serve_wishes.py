@@ -62,6 +62,22 @@ async def test_a_pin_is_told_and_kept(folder: Path, rng: random.Random) -> None:
         assert "pinned" not in await cached(client, prompt)
 
 
+async def test_what_a_request_pinned_is_unpinned_for_its_salt_alone(
+    folder: Path, rng: random.Random
+) -> None:
+    async with running(made(folder)) as client:
+        prompt = prompt_of(rng, 41)
+        for salt in ("ours", "theirs"):
+            await warm(client, prompt, kvtier={"pin": 60}, cache_salt=salt)
+        for unpinned in (40, 0):
+            body = {"prompt": prompt, "cache_salt": "ours"}
+            answer = (await client.post("/v1/kvtier/unpin", json=body)).json()
+            assert answer["prompts"] == [{"prompt_tokens": 41, "unpinned_tokens": unpinned}]
+        body = {"prompt": prompt, "cache_salt": "theirs"}
+        answer = (await client.post("/v1/kvtier/unpin", json=body)).json()
+        assert answer["prompts"] == [{"prompt_tokens": 41, "unpinned_tokens": 40}]
+
+
 async def test_a_quota_bounds_what_one_salt_holds(folder: Path, rng: random.Random) -> None:
     async with running(made(folder)) as client:
         first = await warm(client, prompt_of(rng, 17))

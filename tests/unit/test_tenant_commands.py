@@ -129,6 +129,23 @@ def test_pins_are_asked_for_and_what_could_not_be_is_a_failure(stub: Stub, promp
     assert "8 pinned" in result.stdout
 
 
+def test_pins_are_taken_back_and_how_much_was_pinned_is_told(stub: Stub, prompts: Path) -> None:
+    answer = {"prompts": [{"prompt_tokens": 9, "unpinned_tokens": 8}]}
+    stub.reply = lambda _: (200, answer)
+    lines = prompts.read_text()
+    prompts.write_text(lines.replace('"one"', '"one", "priority": 1, "kvtier": {"ttl_s": 5}'))
+    result = run("unpin", "--url", stub.url, "--file", prompts)
+    assert (result.exit_code, result.stdout) == (0, "2 prompts of 18 tokens: 16 were pinned\n")
+    assert {path for path, _, _ in stub.sent} == {"/v1/kvtier/unpin"}
+    assert stub.sent[0][2] == {"prompt": "one"}
+    result = run("unpin", stub.url, "--file", prompts, "--json")
+    assert json.loads(result.stdout) == {
+        "prompts": 2,
+        "prompt_tokens": 18,
+        "unpinned_tokens": 16,
+    }
+
+
 def test_a_refusal_names_the_line_and_says_what_the_server_said(stub: Stub, prompts: Path) -> None:
     stub.reply = lambda _: (400, {"error": {"message": "too long"}})
     with pytest.raises(TierUnavailableError, match=r"prompts.jsonl:1: 400 too long"):

@@ -50,7 +50,8 @@ class Call:
     """``requests`` run prompt by prompt, ``choices`` of each; ``drop_output`` discards the text.
 
     The last serves a client that asks for no token at all: the engine makes at least one.
-    ``warms``: the answer says what the tiers hold, and waits for it.
+    ``warms``: the answer says what the tiers hold, and waits for it. ``unpins``: nothing is
+    computed, the prompts' chunks are unpinned.
     """
 
     call_id: str
@@ -62,6 +63,7 @@ class Call:
     include_usage: bool
     drop_output: bool = False
     warms: bool = False
+    unpins: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,10 @@ class Held(Protocol):
         """Return how many of them are pinned."""
         ...
 
+    def unpin(self, request: GenerateRequest) -> int:
+        """Let a request's prompt leave when its turn comes; return how many tokens were pinned."""
+        ...
+
 
 class NothingHeld:
     """Of a server without tiers."""
@@ -41,6 +45,10 @@ class NothingHeld:
         return 0
 
     def pinned_tokens(self, request: GenerateRequest) -> int:  # noqa: ARG002
+        """Return 0."""
+        return 0
+
+    def unpin(self, request: GenerateRequest) -> int:  # noqa: ARG002
         """Return 0."""
         return 0
 

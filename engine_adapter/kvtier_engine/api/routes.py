@@ -22,7 +22,7 @@ from kvtier_engine.api.ports import ServedModel, TokenizerLike
 from kvtier_engine.api.schemas import ChatBody, CompletionBody
 from kvtier_engine.api.service import Service
 from kvtier_engine.api.streaming import CLIENT_GONE
-from kvtier_engine.api.warm import WarmBody, warm_call
+from kvtier_engine.api.warm import UnpinBody, WarmBody, unpin_call, warm_call
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ def openai_routes(service: Service, tokenizer: TokenizerLike, model: ServedModel
         ("/completions", "completions", completion_call, CompletionBody),
         ("/chat/completions", "chat", chat_call, ChatBody),
         ("/kvtier/warm", "warm", warm_call, WarmBody),
+        ("/kvtier/unpin", "unpin", unpin_call, UnpinBody),
     ):
         handler = _handler(
             partial(_answer_boundary, endpoint, build, service, tokenizer, model),

@@ -12,7 +12,7 @@ from enum import StrEnum
 from http import HTTPStatus
 from typing import Any, Final
 
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive
 
 from kvtier.interfaces import Clock
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 #: What requests are counted by.
-ENDPOINTS: Final = ("completions", "chat", "warm")
+ENDPOINTS: Final = ("completions", "chat", "warm", "unpin")
 
 
 class Outcome(StrEnum):
@@ -103,6 +103,8 @@ class Service:
     async def answer(self, call: Call, receive: Receive) -> Response:
         """Run a call. A client that hangs up ends its generation at once, streaming or not."""
         headers = {"x-request-id": call.call_id}
+        if call.unpins:
+            return JSONResponse(self._unpinned(call), headers=headers)
         if call.stream:
             return EventStream(self._events(call), headers)
         try:
@@ -129,6 +131,16 @@ class Service:
                 {"prompt_tokens": len(each.prompt), "held_tokens": self._held.tokens(each)}
                 for each in call.requests
             ]
+        return body
+
+    def _unpinned(self, call: Call) -> dict[str, Any]:
+        """Unpin the prompts; nothing is computed, so it takes no place."""
+        body = call.renderer.answer([], {})
+        body["prompts"] = [
+            {"prompt_tokens": len(each.prompt), "unpinned_tokens": self._held.unpin(each)}
+            for each in call.requests
+        ]
+        self._counters.outcomes[call.endpoint, Outcome.OK] += 1
         return body
 
     async def _events(self, call: Call) -> AsyncGenerator[bytes, None]:

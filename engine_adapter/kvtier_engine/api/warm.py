@@ -1,8 +1,11 @@
-"""``/v1/kvtier/warm``: compute and store prompts for whoever asks next; nothing is generated."""
+"""``/v1/kvtier/warm``: compute and store prompts for whoever asks next; nothing is generated.
+
+``/v1/kvtier/unpin`` takes the same prompts, and lets them leave the tiers when their turn comes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Final
 
 from pydantic import ConfigDict, Field
@@ -21,6 +24,7 @@ from kvtier_engine.types import Delta, SamplingParams
 _SAMPLING: Final = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 #: What a body may say; all else asks for an answer, which there is not.
 _FIELDS: Final = ("model", "prompt", "messages", "cache_salt", "priority", "kvtier")
+_UNPIN_FIELDS: Final = ("model", "prompt", "messages", "cache_salt")
 
 
 _Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MESSAGES_MAX)]
@@ -35,14 +39,56 @@ class WarmBody(CommonBody):
     messages: _Messages | None = None
 
 
+class UnpinBody(WarmBody):
+    """The body of ``/v1/kvtier/unpin``: ``prompt`` or ``messages``, as the endpoints take them."""
+
+
 async def warm_call(
     raw: bytes, *, tokenizer: TokenizerLike, model: ServedModel, created: int
 ) -> Call:
     """Return the call of a body, or raise the ``ApiError`` that says what is wrong with it."""
     body = parse_body(WarmBody, raw)
+    prompts = await _prompts(body, _FIELDS, tokenizer, model)
+    envelope = Envelope.new("warm", created, model)
+    return Call(
+        call_id=envelope.call_id,
+        endpoint="warm",
+        requests=build_requests(envelope.call_id, prompts, _SAMPLING, body),
+        choices=1,
+        renderer=WarmRenderer(envelope, "kvtier.warm"),
+        stream=False,
+        include_usage=False,
+        drop_output=True,
+        warms=True,
+    )
+
+
+async def unpin_call(
+    raw: bytes, *, tokenizer: TokenizerLike, model: ServedModel, created: int
+) -> Call:
+    """As ``warm_call``; hints have no meaning here."""
+    body = parse_body(UnpinBody, raw)
+    prompts = await _prompts(body, _UNPIN_FIELDS, tokenizer, model)
+    envelope = Envelope.new("unpin", created, model)
+    return Call(
+        call_id=envelope.call_id,
+        endpoint="unpin",
+        requests=build_requests(envelope.call_id, prompts, _SAMPLING, body),
+        choices=1,
+        renderer=WarmRenderer(envelope, "kvtier.unpin"),
+        stream=False,
+        include_usage=False,
+        unpins=True,
+    )
+
+
+async def _prompts(
+    body: WarmBody, fields: Collection[str], tokenizer: TokenizerLike, model: ServedModel
+) -> Sequence[Prompt]:
+    """Return the prompts of a body that says nothing but ``fields``."""
     check_model(body.model, model)
     for name in sorted(body.model_fields_set):
-        if name not in _FIELDS:
+        if name not in fields:
             message = f"{name!r} has no meaning here: nothing is generated."
             raise bad_request(message, param=name, code="unsupported_parameter")
     if (body.prompt is None) == (body.messages is None):
@@ -54,30 +100,21 @@ async def warm_call(
     longest = max(len(prompt.token_ids) for prompt in prompts)
     if longest + 1 > model.context_tokens:
         raise context_length_exceeded(longest, 1, model.context_tokens)
-    envelope = Envelope.new("warm", created, model)
-    return Call(
-        call_id=envelope.call_id,
-        endpoint="warm",
-        requests=build_requests(envelope.call_id, prompts, _SAMPLING, body),
-        choices=1,
-        renderer=WarmRenderer(envelope),
-        stream=False,
-        include_usage=False,
-        drop_output=True,
-        warms=True,
-    )
+    return prompts
 
 
 class WarmRenderer:
     """Answers that hold figures only."""
 
-    def __init__(self, envelope: Envelope) -> None:
+    def __init__(self, envelope: Envelope, kind: str) -> None:
         self._envelope = envelope
+        self._kind = kind
 
     def answer(self, choices: Sequence[Collected], usage: dict[str, Any]) -> dict[str, Any]:
         """Return the body of the answer, to which the caller adds what the tiers hold."""
         del choices
-        return {**self._envelope.fields("kvtier.warm"), "usage": usage}
+        figures = {"usage": usage} if usage else {}
+        return {**self._envelope.fields(self._kind), **figures}
 
     def events(self, index: int, delta: Delta) -> list[bytes]:
         """Return none: nothing is streamed."""

@@ -189,6 +189,12 @@ class Pins:
             dropped = [self.drop(hit.key) for hit in match.hits]
         return sum(dropped) * match.sequence.chunk_tokens
 
+    def unpin_sequence(self, sequence: Sequence) -> int:
+        """Do the same with all chunks of a sequence, whether or not a tier has them now."""
+        with self._lock:
+            dropped = [self.drop(key) for key in sequence.chunk_keys]
+        return sum(dropped) * sequence.chunk_tokens
+
     def pinned_tokens(self, sequence: Sequence) -> int:
         """Return how many of a sequence's first tokens are held and pinned now."""
         with self._lock:
