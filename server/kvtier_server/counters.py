@@ -10,7 +10,8 @@ class Counters:
     """Counts that never fall. ``unwritten`` had no room; ``refused`` were not allowed in.
 
     ``unleased`` were there and refused, ``lost_leases`` ended with their connection. What is leased
-    counts as read, what is taken from staging as written.
+    counts among the reads, by ``leased_bytes`` of whole objects; what was ``taken`` from a staging
+    file among the writes.
     """
 
     accepted: int = 0

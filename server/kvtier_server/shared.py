@@ -80,6 +80,7 @@ class Shared:
         region = self._objects.region
         assert region is not None, "leased without a file"
         nbytes = len(held.data)
+        counters.reads += 1
         counters.leases += 1
         counters.leased_bytes += nbytes
         await self._link.send(Leased(number, Status.OK, "", region.number, held.offset, nbytes))

@@ -305,11 +305,11 @@ async def read(plane: Plane, options: str = "") -> tuple[ReadOutcome, bytes]:
 async def test_a_connector_reads_what_it_leased_and_lets_go(plane: Plane) -> None:
     client = await stored(plane, b"key")
     assert await read(plane) == (len(DATA), DATA)
-    assert plane.plane.counters.leases == 1
-    assert plane.plane.counters.reads == 0
+    counters = plane.plane.counters
+    assert (counters.reads, counters.leases, counters.read_bytes) == (1, 1, 0)
     await until(lambda: pinned(plane) == 0)
     assert await read(plane, "shared=no") == (len(DATA), DATA)
-    assert plane.plane.counters.leases == 1
+    assert (counters.reads, counters.leases, counters.read_bytes) == (2, 1, len(DATA))
     await client.close()
 
 
@@ -341,7 +341,8 @@ async def test_a_connector_that_may_lease_no_more_reads_by_the_socket(plane: Pla
     assert await read(plane) == (len(DATA), DATA)
     counters = plane.plane.counters
     assert counters.unleased == 1
-    assert counters.reads == 1
+    assert counters.reads == counters.leases + 1
+    assert counters.read_bytes == len(DATA)
     await greedy.close()
 
 
