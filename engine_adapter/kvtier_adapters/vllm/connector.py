@@ -72,6 +72,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._clock: Clock = setup.clock
         self._told_s = self._clock.now()
         self._told: Mapping[str, float] = {}
+        self._begun: Orders | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = open_scheduler_side(setup)
         else:
@@ -148,11 +149,20 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             register_pool(self._setup, self._worker, kv_caches)
 
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Begin the step's moves, before its forward.
+
+        They read what earlier steps computed and write into blocks that nobody reads, so they need
+        not wait for the forward, behind which they would end later.
+        """
+        if self._worker is not None and kv_connector_metadata.orders is not self._begun:
+            self._begun = kv_connector_metadata.orders
+            self._worker.execute(self._begun)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin the step's moves. They read what earlier steps computed and write free blocks."""
+        """Begin the step's moves if that was not asked for yet."""
         del forward_context, kwargs
-        if self._worker is not None:
-            self._worker.execute(self._get_connector_metadata().orders)
+        self.handle_preemptions(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: loads are waited for by the scheduler."""

@@ -38,8 +38,9 @@ _log = logging.getLogger("kvtier.vllm")
 _ASIDE: Final = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
 _WARM_UP_BYTES: Final = 64 * MIB
 
-#: Caches of this process by vLLM's engine id, for workers beside them.
+#: Caches of this process by vLLM's engine id, for workers beside them; and such workers.
 _CACHES: dict[str, Cache] = {}
+_WORKERS: dict[str, WorkerSide] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,9 @@ def open_scheduler_side(setup: Setup) -> SchedulerSide | None:
     cache = Cache(setup.config, clock=setup.clock)
     _CACHES[setup.engine_id] = cache
     cache.prepare(setup.namespace)
+    beside = _WORKERS.pop(setup.engine_id, None)
+    if beside is not None:
+        beside.open(Orders())  # Before the first request has to wait for it.
     arena = cache.arena_handle if setup.config.shared else None
     return SchedulerSide(cache, setup.namespace, setup.duties, setup.clock, arena)
 
@@ -140,6 +144,8 @@ def register_pool(setup: Setup, side: WorkerSide, kv_caches: dict[str, Any]) -> 
     if pool.stream:
         _warm_up(setup, pool)
     side.serve(lambda orders: _open_worker(setup, side.placement, pool, orders))
+    if setup.config is not None and not setup.config.shared:
+        _WORKERS[setup.engine_id] = side
 
 
 def _open_worker(

@@ -8,10 +8,11 @@ What both of these versions do, and the connector leans on:
 - The end of a load is told by the worker, as the request's id, and blocks that did not come as
   block ids in the same step. Such a request is computed from its first bad block on.
 - ``get_kv_connector_stats`` of the scheduler's connector is called at the end of every step.
+- ``handle_preemptions`` is called in every step before its forward, with the step's orders.
 - Each layer's cache is a view ``[blocks, kv_heads, tokens, content]`` of any strides.
 
-What differs is only when orders reach the worker: 0.26 begins loads before a step's forward and
-0.32 behind it. Both launch all earlier steps before, which is what stores need.
+What differs: 0.26 asks for loads before a step's forward and 0.32 behind it, so orders are taken
+before that; 0.32 alone can be told of a load that failed as a whole, so nothing is told that way.
 """
 
 from __future__ import annotations

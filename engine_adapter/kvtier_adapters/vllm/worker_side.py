@@ -48,17 +48,21 @@ class WorkerSide:
         self._bad_blocks: set[int] = set()
 
     def serve(self, open_worker: OpenWorker) -> None:
-        """Name what makes this rank's worker, at the first orders."""
+        """Name what makes this rank's worker: at the first orders if not before."""
         self._open_worker = open_worker
 
     def refuse(self, reason: str) -> None:
         """Do nothing from now on, and let the scheduler's side know why."""
         self._refusal = self._refusal or reason
 
-    def execute(self, orders: Orders) -> None:
-        """Take a step's orders on, and return at once."""
+    def open(self, orders: Orders) -> None:
+        """Make the worker, unless that was done or refused; on CUDA it page-locks the arena."""
         if self._worker is None and not self._refusal and self._open_worker is not None:
             self._open_boundary(orders, self._open_worker)
+
+    def execute(self, orders: Orders) -> None:
+        """Take a step's orders on, and return at once."""
+        self.open(orders)
         for order in orders.loads:
             self._load(order)
         for plan in orders.stores:
