@@ -7,11 +7,14 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
+
+if TYPE_CHECKING:
+    from tests.lib.opened import Opened
 
 # Before anything imports torch or transformers: two cores, and no look at a model hub.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
@@ -81,6 +84,16 @@ def rng(seed: int) -> random.Random:
 def scale() -> int:
     """How many times its normal work a scaled test does: 1 in CI, more in ``make soak``."""
     return SCALE
+
+
+@pytest.fixture
+async def opened() -> AsyncIterator[Opened]:
+    """Closes at the end what it is called with."""
+    from tests.lib.opened import Opened
+
+    made = Opened()
+    yield made
+    await made.close_all()
 
 
 @pytest.fixture(autouse=True)

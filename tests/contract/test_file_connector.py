@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -43,13 +42,6 @@ class TestFileConnectorThatSyncs(ConnectorContract):
 
     def make_connector(self) -> Connector:
         return kvtier.registry.connect(f"file://{self.folder}?sync=each&threads=2")
-
-
-@pytest.fixture
-async def opened() -> AsyncIterator[Opened]:
-    made = Opened()
-    yield made
-    await made.close_all()
 
 
 def files_of(folder: Path) -> list[Path]:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +23,13 @@ from kvtier.errors import (
     ConnectorUnavailableError,
 )
 from kvtier.testing.connector_contract import get, get_whole, payload_of, put
-from kvtier.types import ReadRequest, WriteItem
+from kvtier.types import ReadRequest
 from kvtier_connectors.files import FileConnector
 from kvtier_connectors.files.folder import ERRORS, STEP_BYTES
 from tests.lib.mounts import Disk, removable_disk
-from tests.lib.opened import Opened
+from tests.lib.opened import Opened, read_one, write_one
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-async def opened() -> AsyncIterator[Opened]:
-    made = Opened()
-    yield made
-    await made.close_all()
 
 
 @pytest.fixture
@@ -49,16 +42,6 @@ def the_file(folder: Path, key: bytes) -> Path:
     """Return where the object lies."""
     (path,) = folder.glob(f"*/{key.hex()}.kv")
     return path
-
-
-async def write_one(connector: FileConnector, key: bytes, data: bytes) -> ConnectorError | None:
-    (outcome,) = await connector.write([WriteItem(key, memoryview(data))])
-    return outcome
-
-
-async def read_one(connector: FileConnector, key: bytes, nbytes: int) -> object:
-    ((outcome, data),) = await get(connector, [ReadRequest(key, 0, nbytes)])
-    return data if isinstance(outcome, int) else outcome
 
 
 def failing(name: str, code: int, after: int = 0) -> Callable[..., Any]:

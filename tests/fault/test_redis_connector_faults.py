@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from kvtier_connectors.redis.objects import (
     encode_header,
     object_name,
 )
-from tests.lib.opened import Opened
+from tests.lib.opened import Opened, read_one, write_one
 from tests.lib.program import free_port
 from tests.lib.redis_cluster import wait_until
 from tests.lib.redis_servers import RedisServer, redis_server
@@ -53,23 +53,6 @@ def server(shared_server: RedisServer) -> RedisServer:
         client.config_set("maxmemory", 0)
         client.config_set("maxmemory-policy", "noeviction")
     return shared_server
-
-
-@pytest.fixture
-async def opened() -> AsyncIterator[Opened]:
-    made = Opened()
-    yield made
-    await made.close_all()
-
-
-async def write_one(connector: Connector, key: bytes, data: bytes) -> ConnectorError | None:
-    (outcome,) = await connector.write([WriteItem(key, memoryview(data))])
-    return outcome
-
-
-async def read_one(connector: Connector, key: bytes, nbytes: int) -> object:
-    ((outcome, data),) = await get(connector, [ReadRequest(key, 0, nbytes)])
-    return data if isinstance(outcome, int) else outcome
 
 
 def names_in(client: redis.Redis) -> list[bytes]:

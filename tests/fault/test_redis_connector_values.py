@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,9 +12,7 @@ from redis import exceptions as redis_errors
 
 import kvtier.registry
 from kvtier.errors import ConnectorDataError, ConnectorError, ConnectorRefusedError
-from kvtier.interfaces import Connector
-from kvtier.testing.connector_contract import get, get_whole, put
-from kvtier.types import ReadRequest, WriteItem
+from kvtier.testing.connector_contract import get_whole, put
 from kvtier_connectors.redis.connector import PENDING_S
 from kvtier_connectors.redis.errors import ERRORS, REPLIES, reply_error, translated
 from kvtier_connectors.redis.objects import (
@@ -25,7 +23,7 @@ from kvtier_connectors.redis.objects import (
     object_name,
     part_names,
 )
-from tests.lib.opened import Opened
+from tests.lib.opened import Opened, read_one, write_one
 from tests.lib.redis_servers import RedisServer, redis_server
 
 LARGE = 3 * PART_BYTES + 123
@@ -43,23 +41,6 @@ def server(shared_server: RedisServer) -> RedisServer:
     with shared_server.client() as client:
         client.flushall()
     return shared_server
-
-
-@pytest.fixture
-async def opened() -> AsyncIterator[Opened]:
-    made = Opened()
-    yield made
-    await made.close_all()
-
-
-async def write_one(connector: Connector, key: bytes, data: bytes) -> ConnectorError | None:
-    (outcome,) = await connector.write([WriteItem(key, memoryview(data))])
-    return outcome
-
-
-async def read_one(connector: Connector, key: bytes, nbytes: int) -> object:
-    ((outcome, data),) = await get(connector, [ReadRequest(key, 0, nbytes)])
-    return data if isinstance(outcome, int) else outcome
 
 
 @pytest.mark.parametrize(

@@ -54,13 +54,6 @@ async def connector(server: FailingS3) -> AsyncIterator[Connector]:
     await made.close()
 
 
-@pytest.fixture
-async def opened() -> AsyncIterator[Opened]:
-    made = Opened()
-    yield made
-    await made.close_all()
-
-
 def url_of(server: FailingS3, options: str = "") -> str:
     return f"s3://bucket/p?endpoint={server.endpoint}&region=r&timeout_s=20{options}"
 

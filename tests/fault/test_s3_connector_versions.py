@@ -7,7 +7,7 @@ import base64
 import re
 import threading
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -41,13 +41,6 @@ def server() -> Iterator[FailingS3]:
     made = FailingS3()
     yield made
     made.close()
-
-
-@pytest.fixture
-async def opened() -> AsyncIterator[Opened]:
-    made = Opened()
-    yield made
-    await made.close_all()
 
 
 def connected(server: FailingS3, options: str = "", **sizes: Any) -> S3Connector:

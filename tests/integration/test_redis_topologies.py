@@ -39,13 +39,6 @@ DATA = payload_of(b"key", LARGE)
 SLOT = key_slot(object_name(b"kvtier:", b"key"))
 
 
-@pytest.fixture
-async def opened() -> AsyncIterator[Opened]:
-    made = Opened()
-    yield made
-    await made.close_all()
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
     with redis_cluster(tmp_path_factory.mktemp("cluster")) as made:

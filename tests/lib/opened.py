@@ -1,10 +1,13 @@
-"""Connectors that a test opens and that are closed when it ends."""
+"""Connectors that a test opens and that are closed when it ends; calls for one object."""
 
 from __future__ import annotations
 
 from typing import TypeVar
 
+from kvtier.errors import ConnectorError
 from kvtier.interfaces import Connector
+from kvtier.testing.connector_contract import get
+from kvtier.types import ReadRequest, WriteItem
 
 _C = TypeVar("_C", bound=Connector)
 
@@ -22,3 +25,15 @@ class Opened:
     async def close_all(self) -> None:
         for connector in self._open:
             await connector.close()
+
+
+async def write_one(connector: Connector, key: bytes, data: bytes) -> ConnectorError | None:
+    """Return the outcome of a write; None: it is stored."""
+    (outcome,) = await connector.write([WriteItem(key, memoryview(data))])
+    return outcome
+
+
+async def read_one(connector: Connector, key: bytes, nbytes: int) -> object:
+    """Return the bytes, or the outcome that stands for them."""
+    ((outcome, data),) = await get(connector, [ReadRequest(key, 0, nbytes)])
+    return data if isinstance(outcome, int) else outcome

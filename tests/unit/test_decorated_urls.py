@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -21,13 +20,6 @@ from tests.lib.opened import Opened
 KEYS = [b"key%d" % number for number in range(40)]
 OBJECTS = {key: payload_of(key, 500) for key in KEYS}
 SECRET = "0f" * 32
-
-
-@pytest.fixture
-async def opened() -> AsyncIterator[Opened]:
-    made = Opened()
-    yield made
-    await made.close_all()
 
 
 @pytest.fixture

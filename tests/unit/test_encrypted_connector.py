@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import pytest
 
 from kvtier.errors import ConfigError, ConnectorDataError, ConnectorRefusedError
@@ -39,13 +37,6 @@ def store() -> MemoryConnector:
 @pytest.fixture
 def keys() -> TenantKeys:
     return TenantKeys()
-
-
-@pytest.fixture
-async def opened() -> AsyncIterator[Opened]:
-    made = Opened()
-    yield made
-    await made.close_all()
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,35 +20,14 @@ from kvtier.testing.engine_double import wait_until
 from kvtier.types import ChunkKey, Entry, Features, Hint
 from kvtier_engine.serve import Server
 from tests.lib.tiny_llama import tiny_config, tiny_tensors, write_folder
-from tests.lib.tiny_server import made
+from tests.lib.tiny_server import SEVENTEEN, complete, made, running
 
-#: Two chunks of eight tokens and one token to compute.
-SEVENTEEN = list(range(10, 180, 10))
 FIELDS = {"time", "keys", "chunk_tokens", "prompt_tokens", "hit_tokens", "turn", "hint"}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("tiny"), tiny_config(), tiny_tensors(tiny_config()))
-
-
-@asynccontextmanager
-async def running(server: Server) -> AsyncIterator[httpx.AsyncClient]:
-    application = server.application()
-    transport = httpx.ASGITransport(app=application)
-    async with (
-        application.router.lifespan_context(application),
-        httpx.AsyncClient(transport=transport, base_url="http://test") as client,
-    ):
-        yield client
-
-
-async def complete(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
-    body = {"prompt": SEVENTEEN, "max_tokens": 2, "temperature": 0, "ignore_eos": True, **fields}
-    response = await client.post("/v1/completions", json=body)
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
 
 
 async def chat(client: httpx.AsyncClient, *texts: str, **fields: Any) -> None:

@@ -6,8 +6,7 @@ import asyncio
 import math
 import random
 import re
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,10 @@ from kvtier.obs.event_publisher import EventPublisher
 from kvtier.obs.spans import Attribute
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import STUCK_S
-from kvtier_engine.serve import Server
 from tests.lib.server import POLL_S
 from tests.lib.tiny_llama import tiny_config, tiny_tensors, write_folder
-from tests.lib.tiny_server import made
+from tests.lib.tiny_server import SEVENTEEN, complete, made, running
 
-#: Two chunks of eight tokens and one token to compute.
-SEVENTEEN = list(range(10, 180, 10))
 UNDER_WAY = ("loads_inflight", "stores_inflight", "writes_queued")
 NAME = re.compile(r"kvtier_[a-z0-9_]+")
 LABEL = re.compile(r"[a-z_]+")
@@ -39,25 +35,6 @@ LABEL = re.compile(r"[a-z_]+")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("tiny"), tiny_config(), tiny_tensors(tiny_config()))
-
-
-@asynccontextmanager
-async def running(server: Server) -> AsyncIterator[httpx.AsyncClient]:
-    application = server.application()
-    transport = httpx.ASGITransport(app=application)
-    async with (
-        application.router.lifespan_context(application),
-        httpx.AsyncClient(transport=transport, base_url="http://test") as client,
-    ):
-        yield client
-
-
-async def complete(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
-    body = {"prompt": SEVENTEEN, "max_tokens": 2, "temperature": 0, "ignore_eos": True, **fields}
-    response = await client.post("/v1/completions", json=body)
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
 
 
 async def figures(client: httpx.AsyncClient) -> dict[str, Any]:
