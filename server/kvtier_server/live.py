@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,14 +25,17 @@ class Live:
         read: Callable[[], DaemonConfig],
         cache: Cache,
         plane: DataPlane,
-        tls: ssl.SSLContext | None,
+        contexts: Sequence[ssl.SSLContext],
     ) -> None:
-        """``read`` reads all settings anew, files of secrets too; it raises ``ConfigError``."""
+        """``read`` reads all settings anew, files of secrets too; it raises ``ConfigError``.
+
+        ``contexts`` are what sockets with TLS go by.
+        """
         self.config = config
         self._read = read
         self._cache = cache
         self._plane = plane
-        self._tls = tls
+        self._contexts = contexts
         self._reading = False
         self._apply()
 
@@ -50,8 +53,9 @@ class Live:
             after = await asyncio.to_thread(self._look)
         finally:
             self._reading = False
-        if self._tls is not None and after.tls is not None:
-            after.tls.renew(self._tls)
+        if after.tls is not None:
+            for context in self._contexts:
+                after.tls.renew(context)
         changed = _changed(self.config.live(), after.live())
         self.config = after
         self._apply()

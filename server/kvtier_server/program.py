@@ -48,6 +48,7 @@ def run_daemon(config: DaemonConfig, read: Callable[[], DaemonConfig], say: Say)
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     tls = None if config.tls is None else config.tls.context()
+    http_tls = None if config.http_tls is None else config.http_tls.context()
     mode = config.socket_mode
     with ExitStack() as undo:
         listeners = [
@@ -56,7 +57,7 @@ def run_daemon(config: DaemonConfig, read: Callable[[], DaemonConfig], say: Say)
         http = None if config.http is None else undo.enter_context(bound("--http", config.http))
         cache = Cache(exported(config))
         undo.callback(cache.close)
-        uvloop.run(_serve(config, read, cache, listeners, http, tls, say))
+        uvloop.run(_serve(config, read, cache, listeners, http, (tls, http_tls), say))
 
 
 async def _serve(
@@ -65,9 +66,10 @@ async def _serve(
     cache: Cache,
     listeners: Sequence[socket.socket],
     http: socket.socket | None,
-    tls: ssl.SSLContext | None,
+    contexts: tuple[ssl.SSLContext | None, ssl.SSLContext | None],
     say: Say,
 ) -> None:
+    tls, http_tls = contexts
     clock = SystemClock()
     plane = DataPlane(
         cache,
@@ -89,7 +91,7 @@ async def _serve(
             draining=plane.draining,
         )
 
-    live = Live(config, read, cache, plane, tls)
+    live = Live(config, read, cache, plane, [each for each in contexts if each is not None])
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -103,7 +105,10 @@ async def _serve(
     try:
         urls = [await plane.listen(listener, tls) for listener in listeners]
         plane.start()
-        async with _control(app, http) as url, recorded(history, lambda: stats_of(snapshot())):
+        async with (
+            _control(app, http, http_tls) as url,
+            recorded(history, lambda: stats_of(snapshot())),
+        ):
             say(banner(config, urls, url))
             await stopping.wait()
             drain_s = live.config.drain_s
@@ -132,7 +137,7 @@ async def _reload(live: Live, say: Say) -> None:
 class _Control(uvicorn.Server):
     """uvicorn's server in a loop whose signals are somebody else's."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: FastAPI, tls: ssl.SSLContext | None) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -146,6 +151,8 @@ class _Control(uvicorn.Server):
                 limit_concurrency=CONTROL_REQUESTS_MAX,
             )
         )
+        self.config.load()
+        self.config.ssl = tls  # Ours, which can be given other certificates while it serves.
         self.listens = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -160,17 +167,19 @@ class _Control(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def _control(app: FastAPI, listener: socket.socket | None) -> AsyncIterator[str]:
+async def _control(
+    app: FastAPI, listener: socket.socket | None, tls: ssl.SSLContext | None
+) -> AsyncIterator[str]:
     """Serve HTTP meanwhile; give its URL, empty without a socket."""
     if listener is None:
         yield ""
         return
-    server = _Control(app)
+    server = _Control(app, tls)
     serving = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
     await server.listens.wait()
     host, port = listener.getsockname()[:2]
     try:
-        yield f"http://{Address(host, port)}"
+        yield f"http{'' if tls is None else 's'}://{Address(host, port)}"
     finally:
         server.should_exit = True
         await serving

@@ -54,9 +54,9 @@ async def stats(control: TheControl, caller: Known) -> dict[str, Any]:
 
 
 @server_routes.get("/config")
-async def config(control: TheControl, _caller: Known) -> dict[str, Any]:
-    """What the server was told; secrets are masked."""
-    return control.live.config.shown()
+async def config(control: TheControl, caller: Known) -> dict[str, Any]:
+    """What the server was told; secrets are masked, and of credentials a caller sees its own."""
+    return control.live.config.shown(caller.may_touch)
 
 
 @server_routes.post("/config", responses=_CHANGES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -125,6 +125,13 @@ class DaemonConfig:
             )
 
     @property
+    def http_tls(self) -> TlsFiles | None:
+        """What operators are served with: beyond this machine no token goes as it is, if it can."""
+        if self.tls is None or self.http is None or self.http.loopback:
+            return None
+        return TlsFiles(self.tls.cert, self.tls.key)
+
+    @property
     def socket_mode(self) -> int:
         """The mode of Unix sockets: the door decides, where others may come."""
         return 0o666 if self.door.uids else 0o600
@@ -159,8 +166,11 @@ class DaemonConfig:
             "log_level": self.log_level,
         }
 
-    def shown(self) -> dict[str, Any]:
-        """Return all settings that are no secret; secrets are told to be there."""
+    def shown(self, may_see: Callable[[str], bool] = bool) -> dict[str, Any]:
+        """Return all settings that are no secret; secrets are told to be there.
+
+        Of credentials those are named that ``may_see`` tells of.
+        """
         disk = self.cache.disk
         tokens = self.door.tokens
         return {
@@ -173,10 +183,10 @@ class DaemonConfig:
             "remote": [f"{each.url.partition('://')[0]}://***" for each in self.cache.remotes],
             "policy": self.cache.policy,
             "quota_bytes": self.quota_bytes,
-            "quotas": dict(self.quotas),
+            "quotas": {name: size for name, size in self.quotas.items() if may_see(name)},
             "tokens": "***" if tokens is not None else None,
             "admin_tokens": "***" if self.operators is not None else None,
-            "credentials": [] if tokens is None else sorted(tokens.by_name),
+            "credentials": [] if tokens is None else sorted(filter(may_see, tokens.by_name)),
             "uids": sorted(self.door.uids),
             "tls": None if self.tls is None else {"cert": self.tls.cert, "key": "***"},
             "client_ca": None if self.tls is None else self.tls.client_ca,

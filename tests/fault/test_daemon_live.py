@@ -195,7 +195,7 @@ async def test_settings_are_read_anew_under_load_and_withdrawn_tokens_end(files:
         for connector in (ann, ben, cat):
             await connector.close()
         config = running.get("/v1/config", "secret-of-cat")
-        assert config["credentials"] == ["ann", "cat"]
+        assert config["credentials"] == ["cat"], "nobody is told of others"
         assert running.stop() == 0
         assert "secret" not in "\n".join(running.log)
 
@@ -389,3 +389,24 @@ def test_the_command_line_says_what_is_wrong_with_a_server(bare: Daemon, files: 
         own = (f"--token-file={files.tokens}", "--token-name=ann")
         assert "only an operator" in said("evict", guarded.http, "--all", "--credential=ben", *own)
         assert guarded.stop() == 0
+
+
+def test_b100_beyond_this_machine_operators_are_served_with_tls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_authority(tmp_path / "authority")
+    tokens = tmp_path / "tokens"
+    tokens.write_text("secret-of-all")
+    options = (f"--tls-cert={made.server_cert}", f"--tls-key={made.server_key}")
+    with daemon(*options, f"--admin-token-file={tokens}", "--http=0.0.0.0:0") as running:
+        assert running.http.startswith("https://0.0.0.0:")
+        url = running.http.replace("0.0.0.0", "127.0.0.1")
+        told = CliRunner().invoke(app, ["ls", url, f"--token-file={tokens}"])
+        assert "certificate verify failed" in str(told.exception)
+        monkeypatch.setenv("SSL_CERT_FILE", str(made.ca))
+        told = CliRunner().invoke(app, ["ls", url, f"--token-file={tokens}"])
+        assert told.exit_code == 0, told.exception
+        plain = url.replace("https", "http")
+        told = CliRunner().invoke(app, ["ls", plain, f"--token-file={tokens}"])
+        assert "no answer of a server" in str(told.exception)
+        assert running.stop() == 0
