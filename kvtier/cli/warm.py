@@ -109,7 +109,8 @@ def _send_all(
     with closing(_connection(where)) as connection, _progress() as progress:
         for number, body in progress.track(prompts, description=call):
             if call == "unpin":  # The file that they were pinned from may say these.
-                body = {name: body[name] for name in body if name not in _FOR_COMPUTING}
+                for name in _FOR_COMPUTING:
+                    body.pop(name, None)
             if hints:
                 body["kvtier"] = {**body.get("kvtier", {}), **hints}
             path = f"{where.path.rstrip('/')}/v1/kvtier/{call}"

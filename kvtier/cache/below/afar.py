@@ -50,10 +50,13 @@ class InRemotes:
         return freed
 
 
-def delete_from(remote: Remote, key: ChunkKey) -> None:
-    """Have a chunk deleted in a remote, as far as is known what there is of it; unconfirmed."""
+def delete_from(remote: Remote, key: ChunkKey, shards: Collection[ShardId] = ()) -> None:
+    """Have a chunk deleted in a remote, as far as is known what there is of it; unconfirmed.
+
+    ``shards`` are some that it may have there.
+    """
     written = remote.tier.written.get(key)
-    shards = {*(remote.tier.shards(key) or ()), *(written.shards if written else ()), _ONLY}
+    known = (remote.tier.shards(key) or (), written.shards if written else (), shards, (_ONLY,))
     remote.tier.lose(key)
-    objects = [shard_key(key, shard) for shard in shards]
+    objects = [shard_key(key, shard) for shard in sorted(set().union(*known))]
     remote.channel.submit(remote.channel.delete(objects))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
@@ -35,7 +35,7 @@ from kvtier.tiers.dram import DramTier
 from kvtier.tiers.remote.channel import Channel
 from kvtier.tiers.remote.holdings import Holdings, PolicyFactory
 from kvtier.tiers.remote.tier import RemoteTier
-from kvtier.types import ChunkKey, Features, KVLayout, Tier
+from kvtier.types import ChunkKey, Features, KVLayout, ShardId, Tier
 
 
 class RemoteRoom:
@@ -144,10 +144,13 @@ class RemoteRoom:
         """Tell whether a chunk is being written to a remote now."""
         return any(uploader.writes(key) for uploader in self._uploaders)
 
-    def remove(self, key: ChunkKey) -> None:
-        """Have a chunk deleted everywhere, as far as is known what there is of it."""
+    def remove(self, key: ChunkKey, shards: Collection[ShardId]) -> None:
+        """Have a chunk deleted everywhere, as far as is known what there is of it.
+
+        ``shards`` are those that a nearer tier had.
+        """
         for remote in self.remotes.all:
-            delete_from(remote, key)
+            delete_from(remote, key, shards)
 
     def pump(self) -> None:
         """Start what may be out."""

@@ -27,6 +27,8 @@ def remove(
         return False
     if room is not None and room.writes(key):
         return False
+    on_disk = disk.ready(key) if disk is not None and room is not None else None
+    shards = {shard for held in (record, on_disk) if held is not None for shard in held.places}
     if disk is not None and disk.holds(key):
         disk.displace(key, ())
         if disk.holds(key):
@@ -35,7 +37,7 @@ def remove(
             writeout.left_disk(key)
     if room is not None:
         room.left_dram(key)
-        room.remove(key)
+        room.remove(key, shards)
     if record is not None and record.pins:
         dram.abandon(record)
         if writeout is not None:
