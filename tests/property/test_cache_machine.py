@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
@@ -27,12 +26,9 @@ from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import EngineDouble, Loading, wait_until
 from kvtier.testing.fault_files import (
     EVER,
-    BitFlip,
     FileFailure,
     FileFault,
     FileOperation,
-    ShortRead,
-    TornWrite,
 )
 from kvtier.types import KVLayout, MissReason, Namespace, Plan, Result, Tier
 from tests.lib.cache_setup import (
@@ -46,20 +42,14 @@ from tests.lib.cache_setup import (
     settle,
     tier_stats,
 )
+from tests.lib.disk_faults import DISK_FAULTS
 
 ENGINES = 3
 #: How often a load is polled before it is taken to wait for another engine.
 PATIENCE = 60
 LAYOUTS: tuple[tuple[KVLayout, int], ...] = ((LAYOUT, 1), (WINDOWED, 1), (LATENT, 2), (SPLIT, 2))
-READ, CREATE = (FileOperation.READ,), (FileOperation.CREATE,)
 FAULTS: dict[str, FileFault] = {
-    "none": FileFailure(operations=()),
-    "read": FileFailure(operations=READ, nth=2),
-    "reads": FileFailure(operations=READ, last=EVER),
-    "flip": BitFlip(nth=1),
-    "short": ShortRead(nth=2, nbytes=4096),
-    "full": FileFailure(operations=CREATE, errno=errno.ENOSPC, last=EVER),
-    "torn": TornWrite(nth=2, nbytes=4096),
+    **DISK_FAULTS,
     "rename": FileFailure(operations=(FileOperation.REPLACE,), nth=1),
     "remove": FileFailure(operations=(FileOperation.REMOVE,), last=EVER),
 }

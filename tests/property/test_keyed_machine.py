@@ -7,7 +7,6 @@ cache's affair; that it drains and keeps its books is checked.
 
 from __future__ import annotations
 
-import errno
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -20,17 +19,12 @@ from kvtier.cache.keyed_transfer import Transfer
 from kvtier.constants import HEALTH_BACKOFF_S_MAX, MIB
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.fault_files import (
-    EVER,
-    BitFlip,
-    FileFailure,
-    FileFault,
     FileGate,
     FileOperation,
-    ShortRead,
-    TornWrite,
 )
 from kvtier.types import MissReason, Tier
 from tests.lib.cache_setup import tier_stats
+from tests.lib.disk_faults import CREATE, DISK_FAULTS, READ
 from tests.lib.keyed_setup import (
     POISON,
     KeyedSetup,
@@ -42,16 +36,6 @@ from tests.lib.keyed_setup import (
 
 KEYS = [b"%d" % number for number in range(10)]
 SIZES = (1, 100, 4096, 5000, 70_000, MIB + 5)
-READ, CREATE = (FileOperation.READ,), (FileOperation.CREATE,)
-FAULTS: dict[str, FileFault] = {
-    "none": FileFailure(operations=()),
-    "read": FileFailure(operations=READ, nth=2),
-    "reads": FileFailure(operations=READ, last=EVER),
-    "flip": BitFlip(nth=1),
-    "short": ShortRead(nth=2, nbytes=4096),
-    "full": FileFailure(operations=CREATE, errno=errno.ENOSPC, last=EVER),
-    "torn": TornWrite(nth=2, nbytes=4096),
-}
 keys = st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True)
 sizes = st.sampled_from(SIZES)
 
@@ -131,10 +115,10 @@ class KeyedMachine(RuleBasedStateMachine):
             data[where % len(data)] ^= 1
             path.write_bytes(data)
 
-    @rule(fault=st.sampled_from(sorted(FAULTS)))
+    @rule(fault=st.sampled_from(sorted(DISK_FAULTS)))
     def fail(self, fault: str) -> None:
         self.open_gate()
-        self.setup.files.inject(FAULTS[fault])
+        self.setup.files.inject(DISK_FAULTS[fault])
 
     @rule(operations=st.sampled_from([READ, CREATE]))
     def hang(self, operations: tuple[FileOperation, ...]) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
+from tests.lib.fresh_python import run_python
 from tests.tidy.sources import load_sources
 
 #: What an extra brings. Importing any part of the core must work without them.
@@ -25,18 +23,6 @@ EXTRAS = (
     "jinja2",
     "zstandard",
 )
-
-
-def run_python(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        capture_output=True,
-        check=False,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 def core_modules() -> list[str]:

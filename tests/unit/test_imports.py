@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.lib.fresh_python import run_python
 
 HEAVY = ("torch", "fastapi", "redis", "boto3", "typer", "rich", "triton")
 
@@ -24,18 +23,6 @@ try:
 except MissingExtraError as error:
     print(error)
 """
-
-
-def run_python(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        capture_output=True,
-        check=False,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 def loaded_after(code: str) -> str:
