@@ -197,6 +197,18 @@ def test_blocks_of_a_preempted_request_are_kept_while_they_are_stored(
     assert third.loaded == 56
 
 
+def test_blocks_that_another_request_fills_in_this_very_step_are_not_stored_yet(
+    opened: Opener, rng: random.Random
+) -> None:
+    double = opened()
+    prompt = tokens(rng, 24)
+    # vLLM counts the second one's prefix as computed before the first one has computed it.
+    double.add(DoubleRequest("first", [*prompt, 1]))
+    double.add(DoubleRequest("second", [*prompt, 2]))
+    double.run()
+    assert answer(double, "third", [*prompt, 3]).loaded == 24
+
+
 def test_embeddings_and_requests_that_read_nothing(opened: Opener, rng: random.Random) -> None:
     double = opened()
     prompt = tokens(rng, 40)

@@ -124,6 +124,7 @@ class VllmDouble:
         self.workers = [self._open_rank(cache, rank) for rank in range(ranks)]
         self.requests: dict[str, DoubleRequest] = {}
         self.queue: list[DoubleRequest] = []
+        self.running: list[DoubleRequest] = []
         self.received: dict[str, int] = {}
         self.done: list[DoubleRequest] = []
 
@@ -191,7 +192,7 @@ class VllmDouble:
 
     def preempt(self, request: DoubleRequest) -> None:
         """Take a running request's blocks away; it begins again later."""
-        assert request.status == "running"
+        self.running.remove(request)
         self.pool.release(request.table)
         request.table, request.num_computed_tokens, request.status = [], 0, "waiting"
         self.queue.insert(0, request)
@@ -200,8 +201,9 @@ class VllmDouble:
         """End a request: what vLLM does at a stop, and at an abort."""
         loading = request.status == "loading"
         self.side.finished(request, list(request.table))
-        if request in self.queue:
-            self.queue.remove(request)
+        for line in (self.queue, self.running):
+            if request in line:
+                line.remove(request)
         request.status = "finished"
         self.done.append(request)
         if not loading:
@@ -223,31 +225,51 @@ class VllmDouble:
                 new.append(request)
                 self.queue.remove(request)
         scheduled = {}
-        for request in self.requests.values():
-            if request.status == "running":
-                left = request.num_tokens - request.num_computed_tokens
-                scheduled[request] = min(left, self.step_tokens)
+        for request in self.running:
+            left = request.num_tokens - request.num_computed_tokens
+            scheduled[request] = min(left, self.step_tokens)
         return new, scheduled
 
     def _admit(self, request: DoubleRequest) -> bool:
         """Find blocks for a request; True when it runs, False when it waits for whatever."""
         tokens = 0
+        shared: list[int] = []
         if request.num_computed_tokens == 0:
-            found, _ = self.side.lookup(request, 0)
+            shared = self._shared_blocks(request)
+            found, _ = self.side.lookup(request, len(shared) * self.block_tokens)
             if found is None:
                 return False
             tokens = found
         wanted = -(-(len(request.prompt) + request.max_tokens) // self.block_tokens)
-        more = self.pool.allocate(wanted - len(request.table))
+        more = self.pool.allocate(wanted - len(request.table) - len(shared))
         if more is None:
             return False
-        request.table += more
+        self.pool.touch([self.pool.blocks[number] for number in shared])
+        request.table = shared + request.table + more
+        request.num_computed_tokens += len(shared) * self.block_tokens + tokens
         self.side.allocated(request, request.table, tokens)
-        if tokens:
-            request.status, request.num_computed_tokens = "loading", tokens
-            return False
-        request.status = "running"
-        return True
+        request.status = "loading" if tokens else "running"
+        if not tokens:
+            self.running.append(request)
+        return not tokens
+
+    def _shared_blocks(self, request: DoubleRequest) -> list[int]:
+        """Blocks that others have, or will have when this step's forward is done: vLLM's own cache.
+
+        What is computed in the same step counts, because it is computed in this order.
+        """
+        best: list[int] = []
+        for other in self.running:
+            if other.cache_salt != request.cache_salt:
+                continue
+            will_be = min(other.num_tokens, other.num_computed_tokens + self.step_tokens)
+            pairs = zip(request.all_token_ids[:-1], other.all_token_ids[:will_be], strict=False)
+            same = next((n for n, (one, two) in enumerate(pairs) if one != two), None)
+            if same is None:
+                same = min(request.num_tokens - 1, will_be)
+            blocks = other.table[: same // self.block_tokens]
+            best = max(best, blocks, key=len)
+        return list(best)
 
     def _compute(self, request: DoubleRequest, count: int) -> None:
         """Look at all KV that is there, compute some more, and sample where the end is reached."""

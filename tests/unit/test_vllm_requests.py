@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from kvtier.cache.sequence import Sequence
 from kvtier.errors import ConfigError
 from kvtier.types import Features, GroupKind, Hint, KVGroup, KVLayout, Namespace
 from kvtier_adapters.vllm.identity import adapter_id, inputs_id, weights_id
 from kvtier_adapters.vllm.requests import (
-    computed_tokens,
+    Followed,
     reads_cache,
     request_features,
     request_namespace,
@@ -76,10 +77,25 @@ def test_requests_whose_tokens_do_not_say_all_are_left_alone() -> None:
     assert not reads_cache(request(skip_reading_prefix_cache=True))
 
 
-def test_only_known_tokens_count_as_computed() -> None:
-    assert computed_tokens(request()) == 4
-    # A step that is under way has been scheduled with a token that is not known yet.
-    assert computed_tokens(request(num_computed_tokens=11)) == 10
+@pytest.mark.parametrize(
+    ("settled", "computed", "known", "counted"),
+    [
+        (8, 8, 9, 8),
+        # Found in blocks that another request fills in this step, or still being loaded.
+        (0, 8, 9, 0),
+        # A draft was rejected: its KV is overwritten in the next step.
+        (12, 9, 10, 9),
+        # A step that is under way was scheduled with a token that is not known yet.
+        (11, 11, 10, 10),
+    ],
+)
+def test_what_counts_as_computed(settled: int, computed: int, known: int, counted: int) -> None:
+    followed = Followed(
+        request(num_computed_tokens=computed, num_tokens=known),
+        Sequence(BASE, bytes(32)),
+        settled=settled,
+    )
+    assert followed.computed == counted
 
 
 def test_hints_become_features() -> None:

@@ -32,10 +32,23 @@ class Followed:
     choice: Choice | None = None
     found: int = 0
     admitted: bool = False
+    #: Tokens that are in the blocks once every step so far is done; 0 while it has no such step.
+    settled: int = 0
     #: A load came short: what is there after that is computed, and asked for no more.
     disappointed: bool = False
     stored_chunks: int = 0
     offered_chunks: int = 0
+
+    @property
+    def computed(self) -> int:
+        """How many first tokens are known and in the blocks when the next orders are carried out.
+
+        What vLLM calls computed is more: tokens that are still being loaded, and those that it
+        found in blocks which another request fills in this very step. Drafts that were rejected
+        are in it no longer.
+        """
+        request = self.request
+        return min(self.settled, int(request.num_computed_tokens), int(request.num_tokens))
 
     def append_known(self) -> None:
         """Hash the tokens that have become known."""
@@ -55,11 +68,6 @@ def uses_cache(request: Any) -> bool:
 def reads_cache(request: Any) -> bool:
     """Tell whether a request may go on from KV that others have computed."""
     return not getattr(request, "skip_reading_prefix_cache", False)
-
-
-def computed_tokens(request: Any) -> int:
-    """Return how many first tokens are known and have been computed by a step before this one."""
-    return min(int(request.num_computed_tokens), int(request.num_tokens))
 
 
 def request_namespace(base: Namespace, request: Any) -> Namespace:

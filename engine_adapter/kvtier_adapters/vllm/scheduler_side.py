@@ -23,7 +23,6 @@ from kvtier_adapters.vllm.loads import LoadDesk
 from kvtier_adapters.vllm.messages import Answers, Orders
 from kvtier_adapters.vllm.requests import (
     Followed,
-    computed_tokens,
     reads_cache,
     request_features,
     request_namespace,
@@ -121,7 +120,8 @@ class SchedulerSide:
         if followed is None:
             assert not tokens, "loads are offered for requests that are followed"
             return
-        followed.table = list(block_ids)
+        # Whatever was in blocks that it had before, nothing of these is settled.
+        followed.table, followed.settled = list(block_ids), 0
         match = followed.match
         if match is not None and not followed.admitted:
             followed.admitted = True
@@ -142,9 +142,10 @@ class SchedulerSide:
         for request_id, tokens in output.num_scheduled_tokens.items():
             followed = self._followed.get(request_id)
             if followed is not None:
-                computed = computed_tokens(followed.request)
-                shares.append(Share(computed, tokens))
-                self._offer(followed, followed.table, computed)
+                scheduled = int(followed.request.num_computed_tokens)
+                shares.append(Share(scheduled, tokens))
+                self._offer(followed, followed.table)
+                followed.settled = scheduled + tokens
         self._times.began(self._clock.now(), shares)
         loads, ends = self._loads.advance()
         return Orders(loads, self._stores.take(), ends, self._arena)
@@ -171,7 +172,7 @@ class SchedulerSide:
         followed = self._followed.pop(request.request_id, None)
         if followed is not None:
             followed.offered_chunks = followed.stored_chunks
-            self._offer(followed, block_ids, computed_tokens(request))
+            self._offer(followed, block_ids)
 
     def reset(self) -> bool:
         """Make all KV of this model unreachable, at once; False where that did not hold everywhere.
@@ -250,9 +251,9 @@ class SchedulerSide:
             return own
         return replace(own, weights_id=f"{own.weights_id} {root.hex()}")
 
-    def _offer(self, followed: Followed, table: list[int], computed: int) -> None:
+    def _offer(self, followed: Followed, table: list[int]) -> None:
         if self._duties.stores and not self._off and uses_cache(followed.request):
-            self._stores.offer(followed, table, computed)
+            self._stores.offer(followed, table)
 
     def _track(self, output: Any) -> None:
         """Keep the block tables: whole ones of requests that begin or resume, else what is new."""

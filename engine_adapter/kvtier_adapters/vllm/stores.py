@@ -62,14 +62,14 @@ class StoreDesk:
         """Tell whether a store has to go out or to be answered."""
         return bool(self._plans or self.held.plans)
 
-    def offer(self, followed: Followed, table: list[int], computed: int) -> None:
+    def offer(self, followed: Followed, table: list[int]) -> None:
         """Store every chunk that has been computed and was not offered; the cache skips its own.
 
-        ``computed`` tokens are in the blocks of ``table`` when the workers get their next orders.
+        ``table`` are the request's blocks. The workers store before they compute anything else.
         """
         sequence, size = followed.sequence, self._block_tokens
         chunk_blocks = sequence.chunk_tokens // size
-        end = min(computed // sequence.chunk_tokens, len(table) // chunk_blocks)
+        end = min(followed.computed // sequence.chunk_tokens, len(table) // chunk_blocks)
         if end <= followed.offered_chunks or not self.held.bound:
             return
         followed.append_known()

@@ -1,0 +1,211 @@
+"""From vLLM's configuration to what is opened for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvtier.errors import ConfigError
+from kvtier.types import Fidelity
+from kvtier_adapters.vllm.geometry import Geometry
+from kvtier_adapters.vllm.scheduler_side import SchedulerSide
+from kvtier_adapters.vllm.setup import (
+    Setup,
+    close_scheduler_side,
+    open_scheduler_side,
+    open_worker_side,
+    read_setup,
+    register_pool,
+)
+
+VERSION = "0.32.0"
+NAMES = [f"model.layers.{layer}.attn" for layer in range(2)]
+
+
+class FullAttentionSpec(SimpleNamespace):
+    """As vLLM's, by its name."""
+
+
+def hf_config(**more: Any) -> SimpleNamespace:
+    values = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "head_dim": 8,
+        "rope_theta": 10_000.0,
+    }
+    return SimpleNamespace(to_dict=lambda: values | more)
+
+
+def vllm_config(options: dict[str, Any], **more: Any) -> SimpleNamespace:
+    layer = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: "FLASH_ATTN"))
+    fields: dict[str, Any] = {
+        "kv_transfer_config": SimpleNamespace(
+            kv_connector_extra_config={"dram": "1MiB", "weights_id": "these"} | options,
+            kv_load_failure_policy="recompute",
+            kv_role="kv_both",
+            engine_id="engine",
+        ),
+        "parallel_config": SimpleNamespace(
+            tensor_parallel_size=1,
+            data_parallel_size=1,
+            data_parallel_rank=0,
+            world_size=1,
+            rank=0,
+            distributed_executor_backend=None,
+        ),
+        "speculative_config": None,
+        "cache_config": SimpleNamespace(cache_dtype="auto"),
+        "device_config": SimpleNamespace(device_type="cuda"),
+        "scheduler_config": SimpleNamespace(max_num_seqs=4),
+        "compilation_config": SimpleNamespace(static_forward_context=dict.fromkeys(NAMES, layer)),
+        "load_config": SimpleNamespace(load_format="auto"),
+        "model_config": SimpleNamespace(
+            get_total_num_kv_heads=lambda: 2,
+            hf_config=hf_config(),
+            hf_text_config=hf_config(),
+            model="nowhere",
+            revision=None,
+            quantization=None,
+        ),
+    }
+    return SimpleNamespace(**fields | more)
+
+
+def cache_config(groups: int = 1) -> SimpleNamespace:
+    spec = FullAttentionSpec(
+        num_kv_heads=2, head_size=8, head_size_v=8, dtype=torch.float32, block_size=16
+    )
+    group = SimpleNamespace(layer_names=NAMES, kv_cache_spec=spec)
+    return SimpleNamespace(num_blocks=8, kv_cache_groups=[group] * groups)
+
+
+def setup(options: dict[str, Any] | None = None, groups: int = 1, **more: Any) -> Setup:
+    return read_setup(vllm_config(options or {}, **more), cache_config(groups), VERSION)
+
+
+def caches() -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(8, 2, 16, 16) for name in NAMES}
+
+
+def test_the_namespace_is_that_of_the_model() -> None:
+    namespace = setup().namespace
+    assert namespace is not None
+    assert (namespace.weights_id, namespace.kv_scales_id) == ("these", "")
+    assert namespace.rope == "kind=default;layout=half;dim=8;theta=10000.0"
+    assert namespace.layout.chunk_tokens == 256
+    assert namespace.fidelity is Fidelity.EXACT
+
+
+def test_lossy_codecs_are_apart_and_need_blocks_that_can_be_read() -> None:
+    namespace = setup({"codec": "int8"}).namespace
+    assert namespace is not None
+    assert namespace.fidelity is Fidelity.LOSSY
+    cpu = SimpleNamespace(device_type="cpu")
+    with pytest.raises(ConfigError, match=r"codec 'int8'.*allowed is 'raw'"):
+        setup({"codec": "int8"}, device_config=cpu)
+    quantised = SimpleNamespace(cache_dtype="fp8")
+    with pytest.raises(ConfigError, match="codec 'int8'"):
+        setup({"codec": "int8"}, cache_config=quantised)
+    assert setup({"blocks": "opaque"}).namespace != setup().namespace
+
+
+def test_an_unknown_rotary_embedding_is_known_by_its_digest() -> None:
+    model = vllm_config({}).model_config
+    model.hf_text_config = hf_config(rope_scaling={"rope_type": "new", "factor": 2.0})
+    first = setup(model_config=model).namespace
+    model.hf_text_config = hf_config(rope_scaling={"rope_type": "new", "factor": 3.0})
+    second = setup(model_config=model).namespace
+    assert first is not None
+    assert second is not None
+    assert first.rope.startswith("unknown;")
+    assert first.rope != second.rope
+
+
+def test_a_failed_load_must_not_be_the_clients_error() -> None:
+    config = vllm_config({})
+    config.kv_transfer_config.kv_load_failure_policy = "fail"
+    with pytest.raises(ConfigError, match="allowed is 'recompute'"):
+        read_setup(config, cache_config(), VERSION)
+
+
+def test_untested_versions_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"vLLM 0\.40\.1"):
+        read_setup(vllm_config({}), cache_config(), "0.40.1")
+    read_setup(vllm_config({"any_version": True}), cache_config(), "0.40.1")
+
+
+@pytest.mark.parametrize(
+    ("role", "loads", "stores"),
+    [("kv_both", True, True), ("kv_producer", False, True), ("kv_consumer", True, False)],
+)
+def test_roles(role: str, loads: bool, stores: bool) -> None:
+    config = vllm_config({})
+    config.kv_transfer_config.kv_role = role
+    duties = read_setup(config, cache_config(), VERSION).duties
+    assert (duties.loads, duties.stores) == (loads, stores)
+
+
+def test_engines_side_by_side_have_folders_of_their_own(tmp_path: Path) -> None:
+    parallel = vllm_config({}).parallel_config
+    parallel.data_parallel_size, parallel.data_parallel_rank = 2, 1
+    config = setup({"disk": str(tmp_path)}, parallel_config=parallel).config
+    assert config is not None
+    assert config.disk is not None
+    assert config.disk.path == str(tmp_path / "engine-1")
+
+
+@pytest.mark.parametrize(
+    ("world", "backend", "shared"),
+    [(1, None, False), (1, "uni", False), (1, "mp", True), (2, None, True)],
+)
+def test_ranks_in_other_processes_share_the_arena(
+    world: int, backend: str | None, shared: bool
+) -> None:
+    parallel = vllm_config({}).parallel_config
+    parallel.world_size, parallel.distributed_executor_backend = world, backend
+    config = setup(parallel_config=parallel).config
+    assert config is not None
+    assert config.shared is shared
+
+
+def test_what_is_not_served_opens_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    refused = setup(groups=2)
+    assert open_worker_side(refused) is None
+    assert open_scheduler_side(refused) is None
+    assert "KVTier is switched off: a model with 2 KV cache groups" in caplog.text
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_both_sides_of_one_engine_meet(shared: bool) -> None:
+    parallel = vllm_config({}).parallel_config
+    parallel.distributed_executor_backend = "mp" if shared else "uni"
+    ours = setup(parallel_config=parallel)
+    worker = open_worker_side(ours)
+    assert worker is not None
+    register_pool(ours, worker, caches())
+    scheduler = open_scheduler_side(ours)
+    assert isinstance(scheduler, SchedulerSide)
+    nothing = SimpleNamespace(
+        num_scheduled_tokens={},
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set()),
+    )
+    worker.execute(scheduler.orders(nothing))
+    assert not worker.take_answers()
+    worker.close()
+    close_scheduler_side(ours, scheduler)
+
+
+def test_a_pool_that_is_not_as_configured_is_told_to_the_scheduler() -> None:
+    ours = setup()
+    assert isinstance(ours.geometry, Geometry)
+    worker = open_worker_side(ours)
+    assert worker is not None
+    register_pool(ours, worker, {name: each.double() for name, each in caches().items()})
+    (refusal,) = worker.take_answers().refusals
+    assert "float64" in refusal
