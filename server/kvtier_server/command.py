@@ -80,6 +80,10 @@ _ClientCa = Annotated[
 _Insecure = Annotated[
     bool | None, typer.Option("--insecure", help="Trust whoever reaches an address.")
 ]
+_SharedMemory = Annotated[
+    bool | None,
+    typer.Option(help="Let clients on Unix sockets map their objects; default: they may."),
+]
 _Connections = Annotated[
     int | None,
     typer.Option(help="Connections at a time.", show_default=_default("connections")),
@@ -115,6 +119,7 @@ def daemon(
     tls_key: _TlsKey = None,
     client_ca: _ClientCa = None,
     insecure: _Insecure = None,
+    shared_memory: _SharedMemory = None,
     connections: _Connections = None,
     drain_seconds: _DrainSeconds = None,
     log_level: _LogLevel = None,
@@ -136,6 +141,7 @@ def daemon(
         "tls_key": tls_key,
         "client_ca": client_ca,
         "insecure": insecure,
+        "shared_memory": shared_memory,
         "connections": connections,
         "drain_seconds": drain_seconds,
         "log_level": log_level,

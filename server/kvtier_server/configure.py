@@ -41,6 +41,7 @@ def configure(options: Options) -> DaemonConfig:
         quotas=dict(options.quotas),
         tls=tls_files(options.tls_cert, options.tls_key, options.client_ca),
         insecure=options.insecure,
+        shared_memory=options.shared_memory,
         connections_max=options.connections,
         drain_s=options.drain_seconds,
         log_level=options.log_level,

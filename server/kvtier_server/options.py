@@ -39,6 +39,7 @@ class Options:
     tls_key: str | None = None
     client_ca: str | None = None
     insecure: bool = False
+    shared_memory: bool = True
     connections: int = DAEMON_CONNECTIONS_MAX
     drain_seconds: float = DAEMON_DRAIN_S
     log_level: str = "warning"

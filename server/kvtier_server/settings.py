@@ -98,6 +98,7 @@ class DaemonConfig:
     quotas: Mapping[str, int] = field(default_factory=dict)
     tls: TlsFiles | None = None
     insecure: bool = False
+    shared_memory: bool = True
     connections_max: int = DAEMON_CONNECTIONS_MAX
     idle_s: float = DAEMON_IDLE_S_MAX
     drain_s: float = DAEMON_DRAIN_S
@@ -151,6 +152,7 @@ class DaemonConfig:
             "tls_key": None if tls is None else tls.key,
             "client_ca": None if tls is None else tls.client_ca,
             "insecure": self.insecure,
+            "shared_memory": self.shared_memory,
         }
 
     def live(self) -> dict[str, object]:
@@ -191,6 +193,7 @@ class DaemonConfig:
             "tls": None if self.tls is None else {"cert": self.tls.cert, "key": "***"},
             "client_ca": None if self.tls is None else self.tls.client_ca,
             "insecure": self.insecure,
+            "shared_memory": self.shared_memory,
             "connections_max": self.connections_max,
             "idle_s": self.idle_s,
             "drain_s": self.drain_s,

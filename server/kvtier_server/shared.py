@@ -162,5 +162,5 @@ def shareable() -> bool:
 
 def exported(config: DaemonConfig) -> CacheConfig:
     """Return the cache's settings, its memory in files where clients can share it."""
-    local = any(address.path for address in config.listen)
-    return replace(config.cache, exported_to=DEFAULT) if local and shareable() else config.cache
+    wanted = config.shared_memory and any(address.path for address in config.listen)
+    return replace(config.cache, exported_to=DEFAULT) if wanted and shareable() else config.cache

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import socket
 import struct
 from pathlib import Path
 
+import pytest
+
 from kvtier.registry import connect
 from kvtier.testing.connector_contract import payload_of
 from kvtier.testing.engine_double import wait_until
 from kvtier.types import ReadRequest, WriteItem
-from kvtier.wire import Contains, Read, Write
+from kvtier.wire import Area, Contains, Lease, Read, Take, Write
 from tests.lib.daemon import Daemon, daemon
 from tests.lib.wire_client import WireClient
 
@@ -31,8 +34,9 @@ def resident_bytes(server: Daemon) -> int:
 
 def die(url: str, draws: random.Random) -> None:
     """Ask for something, take as much of the answer as it happens, and be gone without a word."""
-    client = WireClient(url, receive_bytes=16_384).hello()
-    kind = draws.randrange(3)
+    shares = url.startswith("kvtier+unix")
+    client = WireClient(url, receive_bytes=16_384).hello(version=2 if shares else 1)
+    kind = draws.randrange(5 if shares else 3)
     key = draws.choice(KEYS)
     if kind == 0:
         sent = draws.randrange(NBYTES)
@@ -40,8 +44,16 @@ def die(url: str, draws: random.Random) -> None:
     elif kind == 1:
         for number in range(draws.randrange(1, 20)):
             client.send(Read(number, key, 0, NBYTES))
-    else:
+    elif kind == 2:
         client.send(Contains(1, tuple(KEYS)))
+    elif kind == 3:
+        for number in range(draws.randrange(1, 20)):
+            client.send(Lease(number, key))
+    else:
+        mapped, descriptors = client.map(Area.STAGING)
+        client.send(Take(1, b"staged", mapped.region, 0, NBYTES))
+        for descriptor in descriptors:
+            os.close(descriptor)
     # A reset, as when a process is killed with bytes unread.
     client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     client.close()
@@ -64,11 +76,13 @@ async def be_honest(url: str, draws: random.Random, until: asyncio.Event) -> int
     return right
 
 
+@pytest.mark.parametrize("way", ["socket", "shared"])
 async def test_b95_clients_that_die_under_load_leave_nothing(
-    tmp_path: Path, rng: random.Random, scale: int
+    tmp_path: Path, rng: random.Random, scale: int, way: str
 ) -> None:
     options = (f"--disk={tmp_path}/disk", "--disk-bytes=64MiB", "--dram=64MiB")
-    with daemon(*options) as server:
+    where = f"unix:{tmp_path}/socket" if way == "shared" else "127.0.0.1:0"
+    with daemon(*options, listen=(where,)) as server:
         (url,) = server.urls
         over = asyncio.Event()
         honest = [
@@ -104,6 +118,7 @@ async def test_b95_clients_that_die_under_load_leave_nothing(
         wait_until(nothing_is_held, "something is held for nobody")
         figures = server.connections()
         assert figures["stopped"] == 0
+        assert (figures["leases"] > 0) == (way == "shared")
         assert figures["malformed"] == 0
         assert figures["accepted"] >= DYING * DEATHS * scale
         assert grown < GROWTH_BYTES_MAX

@@ -18,7 +18,19 @@ from kvtier.errors import ConnectorError
 from kvtier.registry import connect
 from kvtier.testing.engine_double import wait_until
 from kvtier.types import ReadRequest, WriteItem
-from kvtier.wire import Area, Done, Lease, Leased, Mapped, Release, Status, Take, Write
+from kvtier.wire import (
+    Area,
+    Done,
+    Hello,
+    Lease,
+    Leased,
+    Mapped,
+    Release,
+    Status,
+    Take,
+    Welcome,
+    Write,
+)
 from tests.lib.daemon import Daemon, daemon
 from tests.lib.wire_client import WireClient
 
@@ -218,3 +230,11 @@ async def test_an_upload_whose_server_is_killed_is_a_fault(tmp_path: Path) -> No
         running.process.wait()
         assert isinstance((await connector.write([item]))[0], ConnectorError)
         await connector.close()
+
+
+def test_memory_is_not_shared_where_it_must_not_be(tmp_path: Path) -> None:
+    with daemon("--no-shared-memory", listen=(f"unix:{tmp_path}/socket",)) as running:
+        assert running.get("/v1/config")["shared_memory"] is False
+        with closing(WireClient(running.urls[0])) as client:
+            client.send(Hello(1, 2, b""))
+            assert client.answer() == Welcome(1)
