@@ -7,7 +7,7 @@ import math
 import pytest
 
 from kvtier.cache.worth.lines import Line, Points, PrefillPoints
-from kvtier.constants import COST_POINTS_MAX
+from kvtier.constants import COST_PAIRS_MAX, COST_POINTS_MAX
 
 SIZES = (1e6, 4e6, 2e6, 8e6, 1e6, 6e6, 3e6, 5e6)
 
@@ -109,6 +109,16 @@ def test_a_device_that_changes_its_speed_says_nothing_of_the_growth(factor: floa
         for start in range(0, 2048, 512):
             prefill.observe(start, 512, speed * (1 + 5e-4 * (start + 256)))
     assert prefill.growth == pytest.approx(5e-4, rel=0.01)
+
+
+def test_another_growth_is_learned_when_what_was_is_forgotten() -> None:
+    """Of so many pairs the median is taken: a model that is served with another attention."""
+    prefill = PrefillPoints()
+    for growth, prompts in ((5e-4, COST_PAIRS_MAX), (1e-4, COST_PAIRS_MAX)):
+        for _ in range(prompts):  # A pair each, and one with the prompt before.
+            for start in (0, 512):
+                prefill.observe(start, 512, 1 + growth * (start + 256))
+        assert prefill.growth == pytest.approx(growth, rel=0.01)
 
 
 def test_prompts_of_one_step_each_say_it_too() -> None:

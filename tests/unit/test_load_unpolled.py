@@ -11,7 +11,16 @@ from kvtier.constants import LOAD_CHUNKS_INFLIGHT_MAX
 from kvtier.testing.engine_double import wait_until
 from kvtier.testing.fault_files import FileGate, FileOperation
 from kvtier.types import MissReason, Tier
-from tests.lib.cache_setup import CHUNK, CacheSetup, begun, cache_setup, settle, tier_stats
+from tests.lib.cache_setup import (
+    CHUNK,
+    CHUNK_BYTES,
+    CacheSetup,
+    begun,
+    cache_setup,
+    pins,
+    settle,
+    tier_stats,
+)
 
 #: More than is on its way at a time.
 MANY = range((LOAD_CHUNKS_INFLIGHT_MAX + 4) * CHUNK)
@@ -34,6 +43,21 @@ def test_a_load_that_is_not_polled_comes_up_whole(setup: CacheSetup) -> None:
     engine.drive(loading)
     engine.check(loading)
     assert loading.outcome.tokens_by_tier == {Tier.DISK: len(MANY)}
+
+
+def test_no_more_of_it_waits_in_dram_than_is_allowed(
+    setup: CacheSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quarter of a gibibyte would be ``LOAD_BYTES_AHEAD``; here it is four chunks."""
+    monkeypatch.setattr("kvtier.cache.load.LOAD_BYTES_AHEAD", 4 * CHUNK_BYTES)
+    many = range(20 * CHUNK)
+    engine = setup.on_disk(many, dram_chunks=32)
+    loading = begun(engine, many)
+    limit = 4 + LOAD_CHUNKS_INFLIGHT_MAX
+    wait_until(lambda: tier_stats(engine.cache, Tier.DRAM).chunks == limit, "too few come up")
+    assert pins(engine)[0] == limit, "no other one has been begun"
+    engine.drive(loading)
+    engine.check(loading)
 
 
 def test_one_that_is_cancelled_brings_nothing_more(setup: CacheSetup) -> None:
