@@ -87,7 +87,14 @@ def busy() -> ToldServer:
     server.tenants = {
         "search": TenantCounters(
             Counter({Tier.DRAM: 1400, Tier.DISK: 700}),
-            Counter({(Tier.DRAM, MissReason.ABSENT): 900, (Tier.DISK, MissReason.ABSENT): 200}),
+            Counter(
+                {
+                    (Tier.DRAM, MissReason.ABSENT): 900,
+                    (Tier.DISK, MissReason.ABSENT): 200,
+                    (Tier.REMOTE, MissReason.ABSENT): 30,
+                    (Tier.REMOTE, MissReason.UNAVAILABLE): 120,
+                }
+            ),
         ),
         "chat": TenantCounters(Counter({Tier.DRAM: 40})),
     }
@@ -111,7 +118,7 @@ def test_a_fresh_page_shows_what_the_server_remembers(browser: Browser) -> None:
         assert min(heights) == 40.0
         assert max(heights) == 100.0
         tiles = page.locator("#tiles dd").all_inner_texts()
-        assert tiles == ["90 %", "1.00 GB/s", "0 GB/s", "7.00 GiB", "168", "5"]
+        assert tiles == ["90 %", "1.00 GB/s", "0 GB/s", "4.00 GiB", "168", "5"]
         expect(page.locator("#read .legend")).to_have_text("Clients 1.00 GB/sDisk 41.9 MB/s")
 
 
@@ -144,7 +151,7 @@ def test_misses_namespaces_and_remotes_are_listed(browser: Browser) -> None:
             ["absent", "DRAM", "960"], ["unavailable", "Remote", "288"], ["absent", "Disk", "240"]
         ]  # fmt: skip
         assert rows_of(page, "names") == [
-            ["search", "2,100", "900", "3.00 GiB"],
+            ["search", "2,100", "150", "3.00 GiB"],
             ["chat", "40", "0", "0 B"],
             ["idle", "0", "0", "1.00 GiB"],
         ]
