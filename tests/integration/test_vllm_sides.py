@@ -200,7 +200,7 @@ def test_blocks_of_a_preempted_request_are_kept_while_they_are_stored(
 def test_blocks_that_another_request_fills_in_this_very_step_are_not_stored_yet(
     opened: Opener, rng: random.Random
 ) -> None:
-    double = opened()
+    double = opened(hasty=True)
     prompt = tokens(rng, 24)
     # vLLM counts the second one's prefix as computed before the first one has computed it.
     double.add(DoubleRequest("first", [*prompt, 1]))
@@ -229,11 +229,12 @@ def test_an_engine_that_does_half(
     assert double.side.stats().tiers[0].chunks == (5 if stores else 0)
 
 
+@pytest.mark.parametrize("hasty", [False, True])
 def test_random_traffic_answers_as_it_would_without_a_cache(
-    opened: Opener, rng: random.Random, tmp_path: Path
+    hasty: bool, opened: Opener, rng: random.Random, tmp_path: Path
 ) -> None:
     """Requests that share prefixes, are aborted and preempted; the double looks at every token."""
-    double = opened(tmp_path / "disk", block_count=48, ranks=2)
+    double = opened(tmp_path / "disk", block_count=48, ranks=2, hasty=hasty)
     prefixes = [tokens(rng, 32) for _ in range(3)]
     for number in range(60):
         prompt = rng.choice(prefixes)[: rng.randrange(8, 32)] + tokens(rng, rng.randrange(1, 12))

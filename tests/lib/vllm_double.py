@@ -17,7 +17,8 @@ from kvtier.cache.cache import Cache
 from kvtier.cache.worker import CacheWorker
 from kvtier.clock import SystemClock
 from kvtier.layout import head_range
-from kvtier.types import Namespace, Placement
+from kvtier.testing.engine_double import wait_until
+from kvtier.types import Namespace, Placement, Plan, Result
 from kvtier_adapters.vllm.geometry import Geometry
 from kvtier_adapters.vllm.messages import Answers, Orders
 from kvtier_adapters.vllm.pool import open_pool
@@ -98,6 +99,33 @@ class DoublePool:
         self.free_blocks([self.blocks[number] for number in reversed(numbers)])
 
 
+class HastyWorker(CacheWorker):
+    """One that is done with every plan before anything else happens."""
+
+    number: int
+    kept: list[Result]
+
+    def execute(self, plan: Plan) -> None:
+        super().execute(plan)
+        if any(move.worker == self.number for move in plan.moves):
+            found = len(self.kept)
+            wait_until(lambda: bool(self._take()) or len(self.kept) > found, "a plan")
+
+    def poll(self) -> list[Result]:
+        self._take()
+        kept, self.kept = self.kept, []
+        return kept
+
+    def serve(self, number: int) -> None:
+        """Say whose plans to wait for."""
+        self.number, self.kept = number, []
+
+    def _take(self) -> int:
+        results = super().poll()
+        self.kept += results
+        return len(results)
+
+
 class VllmDouble:
     """A scheduler and its ranks around one cache. ``step`` until ``idle``."""
 
@@ -111,7 +139,9 @@ class VllmDouble:
         block_count: int = 64,
         step_tokens: int = 24,
         duties: Duties | None = None,
+        hasty: bool = False,
     ) -> None:
+        """With ``hasty`` all moves are made before the step's forward, else beside it."""
         self.block_tokens, self.step_tokens = block_tokens, step_tokens
         self.pool = DoublePool(block_count)
         clock = SystemClock()
@@ -121,14 +151,14 @@ class VllmDouble:
         self.geometry = double_geometry(ranks, block_tokens, block_count)
         shape = (block_count, self.geometry.rank_heads, block_tokens, 2 * DIM)
         self.memory = [[torch.full(shape, -1.0) for _ in range(LAYERS)] for _ in range(ranks)]
-        self.workers = [self._open_rank(cache, rank) for rank in range(ranks)]
+        self.workers = [self._open_rank(cache, rank, hasty=hasty) for rank in range(ranks)]
         self.requests: dict[str, DoubleRequest] = {}
         self.queue: list[DoubleRequest] = []
         self.running: list[DoubleRequest] = []
         self.received: dict[str, int] = {}
         self.done: list[DoubleRequest] = []
 
-    def _open_rank(self, cache: Cache, rank: int) -> WorkerSide:
+    def _open_rank(self, cache: Cache, rank: int, *, hasty: bool) -> WorkerSide:
         place = Placement(rank, rank, len(self.memory))
         layers = dict(zip(self.geometry.layer_names, self.memory[rank], strict=True))
         pool = open_pool(self.geometry, layers, {})
@@ -136,8 +166,11 @@ class VllmDouble:
         side = WorkerSide(place)
 
         def open_worker(orders: Orders) -> CacheWorker:
-            worker = CacheWorker(place, cache.arena, codecs=cache.codecs)
+            kind = HastyWorker if hasty else CacheWorker
+            worker = kind(place, cache.arena, codecs=cache.codecs)
             worker.register_pool(pool)
+            if isinstance(worker, HastyWorker):
+                worker.serve(rank)
             return worker
 
         side.serve(open_worker)
