@@ -89,17 +89,19 @@ class CacheLink:
         return self._faults
 
     def lookup(self, request: Request) -> Ready | Pending | None:
-        """Ask the cache, unless the request has reason not to."""
-        if request.unlinked or not request.uses_prefix:
-            return None
-        return self._guarded_boundary(lambda: self._cache.match(self._sequence(request)), None)
+        """Ask the cache, unless the request has reason not to. It could begin now: time counts."""
+        answer = self._asked(request)
+        if isinstance(answer, Pending):
+            sequence, start = self._sequence(request), answer.start_token
+            self._guarded_boundary(lambda: self._cache.costs.bound_lookup(sequence, start), None)
+        return answer
 
     def prepare(self, request: Request, start_token: int) -> None:
         """Prefetch what a lookup finds, as soon as it finds something out."""
         followed = self._followed.get(request)
         if followed is not None and followed.prepared:
             return
-        answer = self.lookup(request)
+        answer = self._asked(request)
         followed = self._followed.get(request)
         if isinstance(answer, Ready) and followed is not None:
             followed.prepared = True
@@ -124,6 +126,7 @@ class CacheLink:
     def admit(self, request: Request, match: Ready, end_token: int) -> bool:
         """Count the admission once per request, and begin the load if there is one to make."""
         start, choice = request.found_tokens, request.choice
+        match.sequence.asked_s = None
         if not request.admitted:
             request.admitted = True
             asked = len(request.tokens)
@@ -180,6 +183,11 @@ class CacheLink:
         for load in self._loads:
             held.update(load.block_ids)
         return held
+
+    def _asked(self, request: Request) -> Ready | Pending | None:
+        if request.unlinked or not request.uses_prefix:
+            return None
+        return self._guarded_boundary(lambda: self._cache.match(self._sequence(request)), None)
 
     def _hand_over_answers(self) -> None:
         self._cache.finish(self._answers)

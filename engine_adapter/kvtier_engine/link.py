@@ -42,6 +42,10 @@ class CostFront(Protocol):
         """Decide what of a match to load, and what to compute meanwhile."""
         ...
 
+    def bound_lookup(self, sequence: Sequence, start_token: int) -> None:
+        """Wait for what a remote says no longer than is worth it."""
+        ...
+
     def note_prefill(self, start_token: float, tokens: int, seconds: float) -> None:
         """Learn what computing costs."""
         ...

@@ -175,7 +175,7 @@ class Cache:
             found = lookup.find(sequence)
             if lookup.waits(sequence, found, now, patience_s):
                 assert sequence.pending_until is not None, "set where it waits"
-                return Pending(sequence.pending_until)
+                return Pending(sequence.pending_until, found.unknown_token(sequence))
             return Ready(sequence, found.hits)
 
     def note_admission(

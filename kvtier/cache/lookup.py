@@ -26,6 +26,10 @@ class Found:
     hits: tuple[ChunkHit, ...]
     unknown: int | None
 
+    def unknown_token(self, sequence: Sequence) -> int:
+        """Return the first token of which it is not known."""
+        return (self.unknown or 0) * sequence.chunk_tokens
+
     @property
     def remote_count(self) -> int:
         """Chunks that only a remote holds."""

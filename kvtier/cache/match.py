@@ -26,6 +26,10 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A tier that may hold more cannot answer yet. Ask again; after ``until`` it is left out."""
+    """A tier that may hold more cannot answer yet. Ask again; after ``until`` it is left out.
+
+    What it may hold begins at ``start_token``.
+    """
 
     until: float
+    start_token: int = 0

@@ -48,6 +48,8 @@ class Sequence:
         self._contents: list[Content] | None = [] if keep_tokens else None
         #: Until when its lookups wait for a remote; None: nothing is asked for it.
         self.pending_until: float | None = None
+        #: Since when its request waits for what a remote says, and for nothing else.
+        self.asked_s: float | None = None
         self.touched = False  # Whether its request was noted as an access to what was found.
         #: Chunks that came up into DRAM for it before it had blocks, and where they lay.
         self.prefetched: dict[int, Tier] = {}

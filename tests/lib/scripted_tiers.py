@@ -87,6 +87,8 @@ class ScriptedCosts:
     #: Where loads begin while what comes before is computed, for who can do that.
     split_token: int | None = None
     prefills: list[tuple[float, int, float]] = field(default_factory=list)
+    #: Tokens of sequences whose lookups are waited for, and where what is unknown begins.
+    bounded: list[tuple[int, int]] = field(default_factory=list)
     on_call: Callable[[str], None] = lambda _: None
 
     def choose(
@@ -104,6 +106,10 @@ class ScriptedCosts:
         )
         front = self.split_token if split and start_token < (self.split_token or 0) < cut else None
         return Choice(start_token, tuple(judged), split_token=front)
+
+    def bound_lookup(self, sequence: Sequence, start_token: int) -> None:
+        self.on_call("bound_lookup")
+        self.bounded.append((sequence.token_count, start_token))
 
     def note_prefill(self, start_token: float, tokens: int, seconds: float) -> None:
         self.on_call("note_prefill")

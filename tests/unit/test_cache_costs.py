@@ -9,16 +9,17 @@ from pathlib import Path
 import pytest
 
 from kvtier.cache.load import Load
-from kvtier.cache.match import Ready
+from kvtier.cache.match import Pending, Ready
 from kvtier.cache.worth.cost import Reason
 from kvtier.cache.worth.costs import Choice
-from kvtier.cache.worth.patience import IN_VAIN
+from kvtier.cache.worth.patience import IN_VAIN, Progress
 from kvtier.constants import COST_SAVE_S
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import EngineDouble, Loading, wait_until
 from kvtier.testing.fault_files import FileGate, FileOperation
 from kvtier.types import MissReason, Tier
 from tests.lib.cache_setup import CHUNK, CHUNK_BYTES, CacheSetup, cache_setup, settle, tier_stats
+from tests.lib.remote_lab import remote_lab
 
 TOKENS = range(4 * CHUNK)
 COSTS = "costs.json"
@@ -90,6 +91,53 @@ def test_what_is_left_is_a_miss_with_its_reason(setup: CacheSetup) -> None:
     link.arrived(clock.now(), 1000)
     link.ended(clock.now(), 1000)
     assert reasons(chosen(engine)[1]) == [Reason.RETRY], "it took 100 seconds for 1000 bytes"
+
+
+def test_a_lookup_is_waited_for_as_long_as_computing_takes(tmp_path: Path) -> None:
+    clock = FakeClock()
+    with remote_lab(tmp_path) as lab:
+        engine = lab.filled(TOKENS, clock=clock, pending_deadline_s=60.0, deadline_s=600.0)
+        costs = engine.cache.costs
+        costs.note_prefill(0, len(TOKENS), 10.0)
+        lab.remote.hold("contains")
+        sequence = engine.sequence(TOKENS)
+        pending = engine.cache.match(sequence)
+        assert pending == Pending(clock.now() + 60.0, 0)
+        clock.advance(30.0)  # In the line, where nothing is lost.
+        costs.bound_lookup(sequence, 0)
+        clock.advance(10.0 * IN_VAIN - 0.1)
+        assert isinstance(engine.cache.match(sequence), Pending)
+        costs.bound_lookup(sequence, 0)
+        clock.advance(0.2)
+        assert isinstance(engine.cache.match(sequence), Ready), "it is computed"
+        lab.remote.release()
+
+
+def test_what_a_lookup_took_is_not_had_for_the_load(tmp_path: Path) -> None:
+    clock = FakeClock()
+    with remote_lab(tmp_path) as lab:
+        engine = lab.filled(TOKENS, clock=clock, pending_deadline_s=60.0, deadline_s=600.0)
+        costs = engine.cache.costs
+        costs.note_prefill(0, len(TOKENS), 10.0)
+        lab.remote.hold("contains")
+        sequence = engine.sequence(TOKENS)
+        assert isinstance(engine.cache.match(sequence), Pending)
+        costs.bound_lookup(sequence, 0)
+        clock.advance(4.0)
+        lab.remote.release()
+        match = engine.match(sequence)
+        choice = costs.choose(match, 0, match.tokens)
+        assert choice.terms is not None
+        assert choice.terms.free_s == -4.0
+        patience = costs.patience(choice)
+        assert patience is not None
+        clock.advance(10.0 * IN_VAIN - 4.0 - 0.1)
+        assert not patience.over(clock.now(), Progress(0.0, 0.0, 0))
+        clock.advance(0.2)
+        assert patience.over(clock.now(), Progress(0.0, 0.0, 0))
+        again = costs.choose(match, 0, match.tokens)
+        assert again.terms is not None
+        assert again.terms.free_s == 0.0, "it waits for something else now"
 
 
 def test_a_load_that_does_not_come_is_given_up_when_computing_would_be_done(

@@ -132,6 +132,7 @@ class TestLoads:
         assert engine.tiers.lookups > 5
         assert engine.tiers.admissions == [(0, 9, 8)]
         assert answer.cached == 8
+        assert engine.tiers.costs.bounded == [(9, 0)] * 5, "it could begin, and waits"
 
     def test_b161_a_preempted_request_is_not_counted_again(self) -> None:
         engine = ToyEngine(6, tiers=True)
@@ -185,6 +186,7 @@ class TestPreparing:
         assert engine.tiers.prefetches == []
         engine.step(4)
         assert engine.tiers.prefetches == [(0, 32)]
+        assert engine.tiers.costs.bounded == [], "nothing is lost while it waits for room"
         engine.finish()
 
     def test_a_cache_that_cannot_prepare_costs_nothing_but_a_fault(self) -> None:

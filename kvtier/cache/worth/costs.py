@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kvtier.cache.match import Ready
+from kvtier.cache.sequence import Sequence
 from kvtier.cache.shapes import Shapes
 from kvtier.cache.worth.cost import Judged, Price, Reason, Segment, judge, segments, split_at
 from kvtier.cache.worth.cost_store import Kept, KeptPrefill, name_of
 from kvtier.cache.worth.lines import Points, PrefillPoints
 from kvtier.cache.worth.link import Link
-from kvtier.cache.worth.patience import Patience, head_start_s
+from kvtier.cache.worth.patience import IN_VAIN, Patience, head_start_s
 from kvtier.constants import LOAD_CHUNKS_INFLIGHT_MAX, READ_FIRST_BYTES
 from kvtier.interfaces import Clock
 from kvtier.obs.stats import CostStats, LinkStats
@@ -95,6 +96,8 @@ class Costs:
         """
         with self._lock:
             sequence = match.sequence
+            asked_s, sequence.asked_s = sequence.asked_s, None
+            spent_s = 0.0 if asked_s is None else self._clock.now() - asked_s
             layout = sequence.layout
             tokens = range(start_token, min(end_token, match.tokens))
             runs = segments(match.hits, tokens, layout.chunk_tokens, self._sizes(layout))
@@ -105,9 +108,23 @@ class Costs:
             chunk = layout.chunk_tokens
             cut = split_at(judged, chunk, recompute) if split and self._worth <= 1 else None
             if cut is None:
-                return Choice(start_token, judged, self._terms(judged))
-            free_s = recompute(start_token, cut) or 0.0
+                return Choice(start_token, judged, self._terms(judged, spent_s))
+            free_s = (recompute(start_token, cut) or 0.0) - spent_s
             return Choice(start_token, judged, Terms(cut, None, free_s), cut)
+
+    def bound_lookup(self, sequence: Sequence, start_token: int) -> None:
+        """Note that a request could begin and waits for what a remote says; call it while it does.
+
+        From the first call on it waits about as long as computing its tokens from ``start_token``
+        on would take, and then the remote is left out. The load that follows has so much less time.
+        """
+        with self._lock:
+            if sequence.asked_s is not None or sequence.pending_until is None:
+                return
+            now = sequence.asked_s = self._clock.now()
+            seconds = self._recompute(start_token, sequence.token_count)
+            if seconds is not None:
+                sequence.pending_until = min(sequence.pending_until, now + IN_VAIN * seconds)
 
     def serve(self, computer: str, tokens: int, seconds: float) -> None:
         """Name what computes, model and device, and what so many tokens took there at a try.
@@ -272,8 +289,11 @@ class Costs:
             left_before=left,
         )
 
-    def _terms(self, judged: tuple[Judged, ...]) -> Terms | None:
-        """Return the terms of the load that is decided on; None when all of it lies in DRAM."""
+    def _terms(self, judged: tuple[Judged, ...], spent_s: float) -> Terms | None:
+        """Return the terms of the load that is decided on; None when all of it lies in DRAM.
+
+        ``spent_s`` were waited for lookups already.
+        """
         slow = [each for each in judged if each.loaded and each.segment.tier is not Tier.DRAM]
         if not slow:
             return None
@@ -286,4 +306,4 @@ class Costs:
         # As many chunks as are on their way together may show their first section together.
         share = min(LOAD_CHUNKS_INFLIGHT_MAX / max(sections, 1), 1.0)
         due_s = share * sum(each.load_s or 0.0 for each in slow)
-        return Terms(start, head_start, due_s=due_s)
+        return Terms(start, head_start, -spent_s, due_s)

@@ -63,6 +63,7 @@ class Patience:
     The load is of tokens ``start_token .. end_token`` and began at ``begun_s``. ``worth`` is what
     a second of the GPU is worth in seconds of waiting. With ``head_start_s`` the load is expected
     to be too slow. For ``free_s`` waiting costs nothing: what comes before is computed meanwhile.
+    Below zero, so much was waited before the load began.
     By ``due_s``, something of it should have come.
     """
 
