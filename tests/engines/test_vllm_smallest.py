@@ -8,7 +8,7 @@ import pytest
 
 from tests.lib.vllm_runs import CHUNK_TOKENS, VllmRun, prompts, whole_chunks
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = pytest.mark.timeout(500)
 
 
 def test_what_vllm_loads_gives_the_same_tokens_as_computing(rng: random.Random) -> None:

@@ -22,7 +22,7 @@ from tests.lib.vllm_runs import (
     whole_chunks,
 )
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1000)
 
 FAMILIES, MEMBERS, COUNT = 10, 5, 8
 

@@ -12,7 +12,7 @@ import pytest
 from kvtier.cache.cache import Cache
 from kvtier.config import CacheConfig, DiskConfig
 from kvtier.constants import MIB
-from kvtier.types import Namespace, Placement
+from kvtier.types import Namespace, Placement, Tier
 from kvtier_adapters.vllm.scheduler_side import Duties
 from tests.lib.disk_folder import shard_files
 from tests.lib.vllm_double import DoubleRequest, VllmDouble, double_geometry
@@ -251,3 +251,17 @@ def test_random_traffic_answers_as_it_would_without_a_cache(
     assert len(double.done) == 60
     assert sum(request.loaded for request in double.done) > 0
     assert sorted(double.pool.free) == list(range(1, 48))
+
+
+def test_what_is_loaded_is_told_by_tier(opened: Opener, rng: random.Random, tmp_path: Path) -> None:
+    double = opened(tmp_path / "disk")
+    prompt = tokens(rng, 40)
+    answer(double, "first", prompt[:20])
+    double.close()
+    double.side.close()
+    again = opened(tmp_path / "disk")
+    # Two chunks lie on disk; the request has none of them, and may load their first 12 tokens.
+    request = DoubleRequest("second", prompt)
+    assert again.side.lookup(request, 0) == (16, True)
+    assert again.side.tiers(request, 12) == {Tier.DISK: 12}
+    assert again.side.tiers(DoubleRequest("unknown", prompt), 12) == {}

@@ -16,7 +16,7 @@ ROOT: Final = Path(__file__).parents[2]
 PYTHON: Final = ROOT / ".peer" / "vllm" / "bin" / "python"
 PROGRAM: Final = ROOT / "tests" / "engines" / "vllm_program.py"
 #: Longer than any run here; a hang is what these tests look for.
-RUN_S: Final = 240.0
+RUN_S: Final = 480.0
 BLOCK_TOKENS: Final = 32
 CHUNK_TOKENS: Final = 64
 _VOCABULARY: Final = 49_152

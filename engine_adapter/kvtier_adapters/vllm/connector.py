@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvtier.interfaces import Clock
 from kvtier_adapters.vllm.figures import TOLD_S, figures, since
 from kvtier_adapters.vllm.messages import Answers, Orders
-from kvtier_adapters.vllm.metrics import KVTierPromMetrics, KVTierStats
+from kvtier_adapters.vllm.metrics import KVTierPromMetrics, KVTierStats, by_source
 from kvtier_adapters.vllm.setup import (
     Setup,
     close_scheduler_side,
@@ -107,6 +107,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Begin to load into the request's blocks."""
         if self._scheduler is not None:
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[Any, int]:
+        """Say where these tokens come from, for vLLM's own metrics."""
+        if self._scheduler is None:
+            return {}
+        return by_source(self._scheduler.tiers(request, num_external_tokens))
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """Order the step's moves."""

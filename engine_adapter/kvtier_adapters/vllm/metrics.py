@@ -12,7 +12,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from kvtier.types import Tier
 from kvtier_adapters.vllm.figures import SERIES, labelled, merged
+
+
+def by_source(tokens: Mapping[Tier, int]) -> dict[Any, int]:
+    """Return tokens by tier in the words of vLLM 0.32; 0.26 has none, and does not ask."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    names = {Tier.DRAM: CacheHitSource.HOST, Tier.DISK: CacheHitSource.DISK}
+    counted: dict[Any, int] = {}
+    for tier, count in tokens.items():
+        source = names.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+        counted[source] = counted.get(source, 0) + count
+    return counted
 
 
 @dataclass

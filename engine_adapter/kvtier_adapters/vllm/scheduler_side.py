@@ -6,6 +6,7 @@ One thread, the scheduler's, and no call waits. A cache that raises is a cache t
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ from kvtier.interfaces import Clock
 from kvtier.keys import namespace_digest
 from kvtier.obs.stats import CacheStats
 from kvtier.tiers.memory import ArenaHandle
-from kvtier.types import Namespace
+from kvtier.types import Namespace, Tier
 from kvtier_adapters.vllm.geometry import block_end, load_range
 from kvtier_adapters.vllm.guard import Guard
 from kvtier_adapters.vllm.loads import LoadDesk
@@ -68,6 +69,7 @@ class SchedulerSide:
         self._duties = duties
         self._clock = clock
         self._arena = arena
+        self._chunk_tokens = namespace.layout.chunk_tokens
         self._guard = Guard(clock)
         self._followed: dict[str, Followed] = {}
         self._loads = LoadDesk(cache, self._guard, duties.block_tokens)
@@ -134,6 +136,18 @@ class SchedulerSide:
             patience_s = self._duties.load_deadline_s + _STEPS_MORE * self._times.longest_s
             deadline = self._clock.now() + patience_s
             self._loads.begin(request.request_id, followed, tokens, deadline)
+
+    def tiers(self, request: Any, tokens: int) -> dict[Tier, int]:
+        """Return where the tokens lay that are being loaded for a request."""
+        followed = self._followed.get(request.request_id)
+        if followed is None or followed.match is None:
+            return {}
+        size, found = self._chunk_tokens, range(followed.found, followed.found + tokens)
+        counted: Counter[Tier] = Counter()
+        for chunk, hit in enumerate(followed.match.hits):
+            start, stop = max(chunk * size, found.start), min((chunk + 1) * size, found.stop)
+            counted[hit.tier] += max(0, stop - start)
+        return dict(+counted)
 
     def orders(self, output: Any) -> Orders:
         """Return what the workers are to do in the step that ``output`` schedules."""
