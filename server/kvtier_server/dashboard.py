@@ -40,6 +40,7 @@ async def recorded(history: History, stats: Callable[[], dict[str, Any]]) -> Asy
         yield
     finally:
         noting.cancel()
+        await asyncio.wait({noting})
 
 
 async def _note(history: History, stats: Callable[[], dict[str, Any]]) -> None:
