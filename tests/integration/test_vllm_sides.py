@@ -12,6 +12,7 @@ import pytest
 from kvtier.cache.cache import Cache
 from kvtier.config import CacheConfig, DiskConfig
 from kvtier.constants import MIB
+from kvtier.testing.engine_double import wait_until
 from kvtier.types import Namespace, Placement, Tier
 from kvtier_adapters.vllm.scheduler_side import Duties
 from tests.lib.disk_folder import shard_files
@@ -262,6 +263,7 @@ def test_what_is_loaded_is_told_by_tier(opened: Opener, rng: random.Random, tmp_
     again = opened(tmp_path / "disk")
     # Two chunks lie on disk; the request has none of them, and may load their first 12 tokens.
     request = DoubleRequest("second", prompt)
+    wait_until(lambda: again.side.lookup(request, 0) != (None, False), "the disk opens")
     assert again.side.lookup(request, 0) == (16, True)
     assert again.side.tiers(request, 12) == {Tier.DISK: 12}
     assert again.side.tiers(DoubleRequest("unknown", prompt), 12) == {}
