@@ -17,11 +17,11 @@ export HF_HUB_OFFLINE := 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check lint soak format clean
+.PHONY: help setup serve test test-engines check lint soak format clean
 
 help: ## list these commands
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1 /' \
-		| while read -r name text; do printf '  make %-8s %s\n' "$$name" "$$text"; done
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1 /' \
+		| while read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
 
 setup: $(READY) ## create .venv with all that `serve` and `test` need
 
@@ -58,6 +58,10 @@ serve: $(READY) ## serve the bundled model: make serve PORT=8000 DISK=/data/kv A
 
 test: $(READY) ## run all tests: make test ARGS="tests/unit -k keys"
 	.venv/bin/python -m pytest $(ARGS)
+
+test-engines: $(READY) ## run KVTier inside vLLM and LMCache, in .peer: 6 GB and some minutes
+	.venv/bin/python bench/tiers/peers/venvs.py --with-kvtier
+	KVTIER_ENGINES=$${KVTIER_ENGINES:-all} .venv/bin/python -m pytest tests/engines $(ARGS)
 
 lint: $(READY) ## format, lint, types, import direction: what CI checks before it tests
 	.venv/bin/ruff format --check .
