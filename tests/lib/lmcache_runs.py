@@ -1,0 +1,69 @@
+"""Starting LMCache in its own environment: its bench of L2 adapters, and a program of ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any, Final
+
+ROOT: Final = Path(__file__).parents[2]
+FOLDER: Final = ROOT / ".peer" / "lmcache" / "bin"
+PROGRAM: Final = ROOT / "tests" / "engines" / "lmcache_program.py"
+#: Longer than any run here; a hang is what these tests look for.
+RUN_S: Final = 120.0
+
+
+def kvtier_adapter(**options: Any) -> dict[str, Any]:
+    """The ``--l2-adapter`` of a user who has KVTier."""
+    return {
+        "type": "plugin",
+        "module_path": "kvtier_adapters.lmcache",
+        "class_name": "KVTierL2Adapter",
+        "adapter_params": options,
+    }
+
+
+def on_disk(folder: Path, **options: Any) -> dict[str, Any]:
+    """Options of a cache with a disk."""
+    disk = {"path": str(folder), "capacity_bytes": "1GiB"}
+    return {"dram_bytes": "256MiB", "disk": disk, "weights_id": "weights 1", **options}
+
+
+def bench_l2(adapter: dict[str, Any], *arguments: str) -> str:
+    """Run ``lmcache bench l2``; return what it printed. ``AssertionError`` unless it ended well."""
+    command = [str(FOLDER / "lmcache"), "bench", "l2", "--l2-adapter", json.dumps(adapter)]
+    done = _run([*command, *arguments], "")
+    assert done.returncode == 0, f"it ended with {done.returncode}:\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def run_lmcache(what: str, **orders: Any) -> Any:
+    """Run a part of ``lmcache_program.py``; return what it found."""
+    command = [str(FOLDER / "python"), str(PROGRAM), what]
+    done = _run(command, json.dumps(orders))
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert (done.returncode, len(lines)) == (0, 1), (
+        f"it ended with {done.returncode}:\n{done.stderr[-4000:]}"
+    )
+    return json.loads(lines[0].removeprefix("RESULT "))
+
+
+def _run(command: list[str], orders: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "LMCACHE_TRACK_USAGE": "false",
+        "DO_NOT_TRACK": "1",
+        "LMCACHE_LOG_LEVEL": "WARNING",
+        "PYTHONHASHSEED": "0",
+    }
+    return subprocess.run(
+        command,
+        input=orders,
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+        env=environment,
+        check=False,
+    )
