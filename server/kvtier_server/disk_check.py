@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 from kvtier.tiers.disk.files import LocalFiles
@@ -43,11 +42,15 @@ class DiskCheck:
         self._task = asyncio.get_running_loop().create_task(self._run())
         return True
 
+    async def wait(self) -> None:
+        """Return when what runs has come to its end."""
+        if self._task is not None:
+            await self._task
+
     async def stop(self) -> None:
         """Give up what runs, after the file that is being read."""
         self._stopping.set()
-        if self._task is not None:
-            await self._task
+        await self.wait()
 
     async def _run(self) -> None:
         try:
@@ -65,8 +68,3 @@ class DiskCheck:
             if self._stopping.is_set():
                 return None
         return verifier.verdict
-
-
-def file_name(path: str) -> str:
-    """Return what is shown of a file in trouble: nobody is told where the disk lies."""
-    return Path(path).name

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 from kvtier.constants import (
+    CONTROL_FINDINGS_MAX,
     CONTROL_KEYS_MAX,
     CONTROL_WARM_S_MAX,
     PIN_S_MAX,
     WIRE_KEY_BYTES_MAX,
 )
+from kvtier_server.disk_check import DiskCheck, State
 
 
 def _whole(value: Any) -> Any:
@@ -190,7 +193,7 @@ class Finding(BaseModel):
 class Verification(BaseModel):
     """How far the last reading of the disk has come. ``clean`` is known when it is ``done``."""
 
-    state: Literal["none", "running", "done", "failed"]
+    state: State
     read_bytes: int = 0
     total_bytes: int = 0
     sound_shards: int = 0
@@ -220,5 +223,21 @@ class Refusal(BaseModel):
     error: Fault
 
 
-#: Figures and settings: names and what they mean are told in the reference.
-Told = dict[str, Any]
+def told_check(check: DiskCheck) -> Verification:
+    """Return what is told of a reading of the disk."""
+    told = Verification(
+        state=check.state,
+        read_bytes=check.read_bytes,
+        total_bytes=check.total_bytes,
+        detail=check.detail,
+    )
+    verdict = check.verdict
+    if verdict is None:
+        return told
+    told.sound_shards, told.clean = verdict.sound_shards, verdict.clean
+    told.quarantined_files, told.finding_count = verdict.quarantined_files, len(verdict.findings)
+    told.findings = [
+        Finding(file=Path(each.path).name, problem=each.problem.value, detail=each.detail)
+        for each in verdict.findings[:CONTROL_FINDINGS_MAX]
+    ]
+    return told

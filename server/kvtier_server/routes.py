@@ -7,16 +7,13 @@ from typing import Any, Final
 from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 
-from kvtier.constants import CONTROL_FINDINGS_MAX
 from kvtier.errors import ConfigError
 from kvtier.keys import tenant_digest
 from kvtier_server.credentials import DEFAULT
-from kvtier_server.disk_check import DiskCheck, file_name
 from kvtier_server.figures import stats_of
 from kvtier_server.gate import Control, Known, Operating, TheControl
 from kvtier_server.messages import (
     Draining,
-    Finding,
     Namespace,
     Namespaces,
     Quotas,
@@ -24,6 +21,7 @@ from kvtier_server.messages import (
     Reloaded,
     SetQuota,
     Verification,
+    told_check,
 )
 
 _REFUSALS: Final[dict[int | str, dict[str, Any]]] = {
@@ -114,7 +112,7 @@ async def set_quota(control: TheControl, caller: Operating, body: SetQuota) -> Q
 @server_routes.get("/verify", responses=refusals(403))
 async def verification(control: TheControl, _caller: Operating) -> Verification:
     """How far the last reading of the disk has come, and what it has found."""
-    return _told(control.check)
+    return told_check(control.check)
 
 
 @server_routes.post("/verify", status_code=202, responses=_CHANGES)
@@ -124,7 +122,7 @@ async def verify(control: TheControl, _caller: Operating) -> Verification:
         raise HTTPException(409, "there is no disk to be read")
     if not control.check.begin():
         raise HTTPException(409, "the disk is being read already")
-    return _told(control.check)
+    return told_check(control.check)
 
 
 @server_routes.post("/drain", status_code=202, responses=_CHANGES)
@@ -140,22 +138,3 @@ def _names(control: Control) -> set[str]:
     tokens = config.door.tokens.by_name if config.door.tokens is not None else {}
     uids = {f"uid-{uid}" for uid in config.door.uids}
     return {DEFAULT, *tokens, *uids, *config.quotas, *control.credentials()}
-
-
-def _told(check: DiskCheck) -> Verification:
-    told = Verification(
-        state=check.state,
-        read_bytes=check.read_bytes,
-        total_bytes=check.total_bytes,
-        detail=check.detail,
-    )
-    verdict = check.verdict
-    if verdict is None:
-        return told
-    told.sound_shards, told.clean = verdict.sound_shards, verdict.clean
-    told.quarantined_files, told.finding_count = verdict.quarantined_files, len(verdict.findings)
-    told.findings = [
-        Finding(file=file_name(each.path), problem=each.problem.value, detail=each.detail)
-        for each in verdict.findings[:CONTROL_FINDINGS_MAX]
-    ]
-    return told
