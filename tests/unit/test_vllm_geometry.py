@@ -87,6 +87,7 @@ def test_on_a_cpu_blocks_are_opaque_and_say_whose_they_are() -> None:
         ({"pipeline_parallel_size": 2}, (), "pipeline_parallel_size = 2"),
         ({"decode_context_parallel_size": 2}, (), "decode_context_parallel_size = 2"),
         ({"heads": 4}, (), "4 KV heads on 1 ranks"),
+        ({"distributed_executor_backend": "external_launcher"}, (), "a scheduler each"),
         ({}, (spec(), spec()), "2 KV cache groups"),
         ({}, (spec(SlidingWindowSpec),), "SlidingWindowSpec"),
         ({}, (spec(dtype=torch.int32),), "dtype int32"),

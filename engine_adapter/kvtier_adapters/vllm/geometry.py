@@ -125,6 +125,8 @@ def _refusal(vllm_config: Any, kv_cache_config: Any) -> str:
     ):
         if getattr(parallel, name, 1) > 1:
             return f"{name} = {getattr(parallel, name)} is not supported"
+    if getattr(parallel, "distributed_executor_backend", None) == "external_launcher":
+        return "ranks with a scheduler each (external_launcher) are not supported"
     if speculative is not None and speculative.method not in _DRAFTLESS:
         return f"speculative decoding by {speculative.method!r} is not supported"
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
