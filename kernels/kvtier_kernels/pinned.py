@@ -16,8 +16,6 @@ import torch
 
 _log = logging.getLogger("kvtier.kernels.pinned")
 
-# One call of very many GiB may fail where several of less do not.
-_STEP_BYTES: Final = 4 << 30
 _PORTABLE: Final = 1  # cudaHostRegisterPortable: for every device of this process.
 
 
@@ -52,7 +50,8 @@ def register(memory: memoryview) -> bool:
             held.users += 1
             return True
         locked = _Locked(first_byte, len(memory))
-        code = _register(locked)
+        # In one call: the runtime refuses copies that cross from one call's memory to another's.
+        code = _code("cudaHostRegister", ctypes.addressof(first_byte), len(memory), _PORTABLE)
         if code:
             _log.warning("%d bytes stay pageable: cudaHostRegister says %d", len(memory), code)
             return False
@@ -78,22 +77,9 @@ def unregister(memory: memoryview) -> None:
         if held.users:
             return
         del _locked[address]
-        codes = [_code("cudaHostUnregister", start) for start, _ in _steps(held)]
-    if any(codes):
-        _log.warning("%d bytes stay locked: cudaHostUnregister says %s", held.nbytes, codes)
-
-
-def _register(memory: _Locked) -> int:
-    """Lock step by step; return 0, or what the runtime said, with nothing left locked."""
-    done: list[int] = []
-    for start, nbytes in _steps(memory):
-        code = _code("cudaHostRegister", start, nbytes, _PORTABLE)
-        if code:
-            for locked in done:
-                _code("cudaHostUnregister", locked)
-            return code
-        done.append(start)
-    return 0
+        code = _code("cudaHostUnregister", address)
+    if code:
+        _log.warning("%d bytes stay locked: cudaHostUnregister says %d", held.nbytes, code)
 
 
 def _code(function: str, *arguments: int) -> int:
@@ -105,12 +91,3 @@ def _code(function: str, *arguments: int) -> int:
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda")
     return code
-
-
-def _steps(memory: _Locked) -> list[tuple[int, int]]:
-    """Return addresses and lengths that cover the memory."""
-    first = ctypes.addressof(memory.first_byte)
-    return [
-        (first + start, min(_STEP_BYTES, memory.nbytes - start))
-        for start in range(0, memory.nbytes, _STEP_BYTES)
-    ]

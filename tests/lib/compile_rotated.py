@@ -55,21 +55,19 @@ def stripes() -> Iterator[tuple[str, str, Stripe]]:
 
 def assembly(stripe: Stripe, dtype: str, *, packs: bool) -> str:
     """The PTX of one way of a stripe."""
+    kernel = stripe.pack if packs else stripe.unpack
     constants = {
         **stripe.constants,
-        "BODY": stripe.pack if packs else stripe.unpack,
         "DTYPE": dtype,
         "ELEMENT": tl.int16,
         **dict.fromkeys(("ALIGN", "FIRST", "SECOND", "THIRD"), 16),
     }
     signature, attributes = {}, {}
-    for index, name in enumerate(stripe.kernel.arg_names):
+    for index, name in enumerate(kernel.arg_names):
         signature[name] = "constexpr" if name in constants else POINTERS.get(name, "i32")
         if name in POINTERS or name in ALIGNED:
             attributes[index,] = [["tt.divisibility", 16]]
-    source = ASTSource(
-        fn=stripe.kernel, signature=signature, constexprs=constants, attrs=attributes
-    )
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=HOPPER, options=dict(stripe.options))
     ptx: str = compiled.asm["ptx"]
     return ptx

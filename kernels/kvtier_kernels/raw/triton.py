@@ -38,9 +38,8 @@ def copied(part: int, area: Area, dim: int, rows: int) -> Stripe:
         part,
         (area,),
         area.rows,
-        row_kernel,
-        pack_rows,
-        unpack_rows,
+        row_kernel(pack_rows),
+        row_kernel(unpack_rows),
         constants,
         {"num_warps": _WARPS},
     )

@@ -24,7 +24,7 @@ from kvtier_kernels.rotated_format import Format, Piece, Section
 from kvtier_kernels.rows import UnrepresentableError
 from kvtier_kernels.rows.triton import from_float32, to_float32
 from kvtier_kernels.transfer.stripes import COSINE, MEAN, PARTNER, SINE, Means, Stripe
-from kvtier_kernels.transfer.triton import field_rows, launch_section, place
+from kvtier_kernels.transfer.triton import field_rows, kernel_around, launch_section, place
 
 #: Values that a program holds at a time.
 _TILE_VALUES: Final = 8192
@@ -34,6 +34,8 @@ _TILE_VALUES_MIN: Final = 4096
 _SIDE_MIN: Final = 16
 #: How kernels are compiled: see above.
 OPTIONS: Final = {"num_warps": 4, "enable_fp_fusion": False}
+#: In each kernel's scope another one: see ``kernel_around``.
+body: Any = None
 
 _MEAN = tl.constexpr(MEAN)
 _PARTNER = tl.constexpr(PARTNER)
@@ -110,9 +112,8 @@ def stripes(
             part=piece.part,
             areas=(*section.codes[index], section.scales[index]),
             rows=tokens,
-            kernel=rotated_kernel,
-            pack=pack_rows,
-            unpack=unpack_rows,
+            pack=kernel_around(_rotated_kernel, pack_rows),
+            unpack=kernel_around(_rotated_kernel, unpack_rows),
             constants=constants(piece, tokens) | {"CENTRED": centred, "STAGES": 1},
             options=OPTIONS,
             arguments=(matrix(piece.dim, device), form.part_dims[piece.part]),
@@ -339,11 +340,10 @@ def unpack_rows(
     tl.store(rows + START + column, from_float32(values, DTYPE), mask=wanted)
 
 
-@triton.jit
-def rotated_kernel(
+def _rotated_kernel(
     jobs, blocks, failed, total, tiles, heads, tokens, skipped, block_tokens,
     first_head, first_bytes, second_head, second_bytes, third_head, third_bytes, matrix, part_dim,
-    BODY: tl.constexpr, STAGES: tl.constexpr, ELEMENT: tl.constexpr, DTYPE: tl.constexpr,
+    STAGES: tl.constexpr, ELEMENT: tl.constexpr, DTYPE: tl.constexpr,
     ALIGN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,
     CENTRED: tl.constexpr,
     START: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
@@ -351,7 +351,7 @@ def rotated_kernel(
     PEAK: tl.constexpr, HALF: tl.constexpr, TO_CODE: tl.constexpr, TO_SCALE: tl.constexpr,
     BACK: tl.constexpr, FIRST_BITS: tl.constexpr, SECOND_BITS: tl.constexpr,
 ):  # fmt: skip
-    """Pack or unpack one piece of all jobs' rows by ``BODY``."""
+    """Pack or unpack one piece of all jobs' rows by ``body``."""
     side = tl.arange(0, SIDE)
     loaded = tl.load(matrix + side[:, None] * SIDE + side[None, :])
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
@@ -371,7 +371,7 @@ def rotated_kernel(
         partner = tl.multiple_of(tl.load(job + _PARTNER).to(floats), 16) + head * part_dim
         cosine = tl.multiple_of(tl.load(job + _COSINE).to(halves), 16)
         sine = tl.multiple_of(tl.load(job + _SINE).to(halves), 16)
-        BODY(
+        body(
             rows, live, row, first, second, scales, failed,
             loaded, mean, partner, cosine, sine, part_dim,
             CENTRED, DTYPE, START, DIM, BLOCK_DIM, ROWS, RUN, SIDE, HALVINGS, ODD,

@@ -29,16 +29,15 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def stripes(pack: Any, unpack: Any, packed: Packed, dims: Sequence[int]) -> list[Stripe]:
-    """One stripe for K and one for V, moved by two functions that ``row_kernel`` calls."""
+    """One stripe for K and one for V, moved by these two bodies of ``row_kernel``."""
     made: list[Stripe] = []
     for part, dim in enumerate(dims):
         block_dim = max(2, triton.next_power_of_2(dim))
         rows = max(1, min(_TILE_VALUES // block_dim, triton.next_power_of_2(packed.tokens)))
         areas = tuple(packed.area(region, part) for region in range(len(packed.row_bytes)))
         constants = {"DIM": dim, "BLOCK_DIM": block_dim, "ROWS": rows, "STAGES": 1}
-        stripe = Stripe(
-            part, areas, packed.tokens, row_kernel, pack, unpack, constants, {"num_warps": _WARPS}
-        )
+        kernels = row_kernel(pack), row_kernel(unpack)
+        stripe = Stripe(part, areas, packed.tokens, *kernels, constants, {"num_warps": _WARPS})
         made.append(stripe)
     return made
 

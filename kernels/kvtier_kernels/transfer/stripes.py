@@ -97,15 +97,14 @@ class Stripe:
 
     ``areas`` place the fields within a section. ``rows`` is how many of a plane's rows have this
     stripe: all, or only the first ones; ``column_bytes`` is where its columns start in them.
-    ``pack`` and ``unpack`` are what ``kernel`` calls on a tile. ``arguments`` follow what every
-    kernel takes; ``constants`` and ``options`` go by name. ``means`` belong to the section's
-    layers, if it is centred. ``pads`` are bytes of the section that no stripe has; they are zero.
+    ``pack`` and ``unpack`` are kernels. ``arguments`` follow what every kernel takes; ``constants``
+    and ``options`` go by name. ``means`` belong to the section's layers, if it is centred. ``pads``
+    are bytes of the section that no stripe has; they are zero.
     """
 
     part: int
     areas: tuple[Area, ...]
     rows: int
-    kernel: Any
     pack: Any
     unpack: Any
     constants: Mapping[str, Any]

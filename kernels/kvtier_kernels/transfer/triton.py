@@ -14,7 +14,9 @@ the host, which kernels reach at the same address.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from functools import cache
+from types import FunctionType
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -53,6 +55,9 @@ _HEAD_STEP = tl.constexpr(HEAD_STEP)
 _FIRST = tl.constexpr(FIRST)
 _BLOCKS = tl.constexpr(BLOCKS)
 
+#: In each kernel's scope another one: see ``kernel_around``.
+body: Any = None
+
 
 def launch(
     stripe: Stripe,
@@ -80,7 +85,8 @@ def launch(
         return
     steps = [step for area in stripe.areas for step in (area.head_step, area.row_bytes)]
     steps += [0] * (2 * AREAS_MAX - len(steps))
-    stripe.kernel[(min(programs, total),)](
+    kernel = stripe.pack if packs else stripe.unpack
+    kernel[(min(programs, total),)](
         table,
         blocks,
         failed,
@@ -92,7 +98,6 @@ def launch(
         form.block_tokens,
         *steps,
         *stripe.arguments,
-        BODY=stripe.pack if packs else stripe.unpack,
         ELEMENT=_ELEMENTS[form.dtype.itemsize],
         DTYPE=str(form.dtype).removeprefix("torch."),
         ALIGN=form.align_bytes,
@@ -161,16 +166,32 @@ def field_rows(
     return tl.multiple_of(rows, (ALIGN,))
 
 
-@triton.jit
-def row_kernel(
+@cache
+def kernel_around(function: Any, body: Any) -> Any:
+    """A kernel as ``function`` says, whose ``body`` is this one.
+
+    A global of its own, not one of its constants: engines have Triton tell what it compiles, and
+    Triton writes constants down as JSON, which has no functions.
+    """
+    scope = {**function.__globals__, "body": body}
+    return triton.jit(FunctionType(function.__code__, scope, function.__name__))
+
+
+def row_kernel(body: Any) -> Any:
+    """The kernel that moves rows by ``body``.
+
+    It is given pointers to rows of the pool, which of them are there, three fields, constants.
+    """
+    return kernel_around(_row_kernel, body)
+
+
+def _row_kernel(
     jobs, blocks, failed, total, tiles, heads, tokens, skipped, block_tokens,
     first_head, first_bytes, second_head, second_bytes, third_head, third_bytes,
-    BODY: tl.constexpr,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     ELEMENT: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr,
     FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,
 ):  # fmt: skip
-    """Pack or unpack rows by ``BODY``: of the pool, which are there, three fields, constants."""
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
         job, head, row, live, rows = place(
             jobs, blocks, tile, tiles, heads, tokens, skipped, block_tokens, ROWS, ELEMENT, ALIGN
@@ -178,4 +199,4 @@ def row_kernel(
         first = field_rows(job, head, row, first_head, first_bytes, 0, FIRST)
         second = field_rows(job, head, row, second_head, second_bytes, 1, SECOND)
         third = field_rows(job, head, row, third_head, third_bytes, 2, THIRD)
-        BODY(rows, live, first, second, third, failed, DIM, BLOCK_DIM, ROWS, DTYPE)
+        body(rows, live, first, second, third, failed, DIM, BLOCK_DIM, ROWS, DTYPE)
