@@ -26,7 +26,7 @@ def test_a_prefix_that_one_engine_computed_is_loaded_by_another(tmp_path: Path) 
             "--kv-bytes=8MiB",
             "--dram=64MiB",
             # The model is so small that computing would be quicker than any load.
-            "--gpu-time-worth=100",
+            "--gpu-time-worth=1000000",
         ]
         with starting(*options) as first, starting(*options) as second:
             for each in (first, second):

@@ -26,7 +26,7 @@ STATE_TIMEOUT_S = 45.0
 POLL_S = 0.02
 #: For tests that promise hits: a load is worth waiting for, however long one takes here and however
 #: quickly so short a prompt is computed.
-LOAD_ALWAYS = "--gpu-time-worth=100"
+LOAD_ALWAYS = "--gpu-time-worth=1000000"
 
 Metrics = Mapping[str, float]
 T = TypeVar("T")
