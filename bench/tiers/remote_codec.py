@@ -137,7 +137,7 @@ def turn(case: Case, byte_codec: str | None, mb_per_s: int) -> dict[str, float]:
         written_bytes, _ = writer.remote_bytes()
         writer.close()
         case.target.poison()
-        reader = Host(case, folder, None, mb_per_s)
+        reader = Host(case, folder, byte_codec, mb_per_s)
         began = time.perf_counter()
         reader.load(case)
         load_s = time.perf_counter() - began
