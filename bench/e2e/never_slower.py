@@ -61,7 +61,7 @@ class Sizes:
 
 
 # Slow and fast in turns: every change is abrupt, in both directions.
-FULL = Sizes((1e6, 256e6, 8e6, math.inf, 24e6), {256: 3, 1024: 3, 2048: 3, 4096: 3})
+FULL = Sizes((1e6, 256e6, 8e6, math.inf, 24e6), {256: 3, 1024: 3, 2048: 3, 4096: 1})
 SMOKE = Sizes((1e6, math.inf), {256: 1}, new_tokens=2)
 
 
