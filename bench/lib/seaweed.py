@@ -42,7 +42,7 @@ def seaweed(folder: Path) -> Iterator[str]:
     (folder / "s3.json").write_text(json.dumps(config))
     ports = {name: _free_port() for name in ("master", "volume", "filer", "s3")}
     command = [str(Path(sys.executable).with_name("weed")), "-v=0", "server", f"-dir={folder}"]
-    command += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-master.telemetry=false", "-volume.max=20"]
+    command += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-master.telemetry=false", "-volume.max=100"]
     command += ["-master.volumeSizeLimitMB=256", "-filer=true", "-s3=true"]
     command += [f"-s3.config={folder}/s3.json", "-s3.port.iceberg=0", "-s3.port.lance=0"]
     command += ["-master.electionTimeout=500ms"]
