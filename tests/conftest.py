@@ -24,6 +24,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 SEED = int(os.environ.get("KVTIER_SEED", "1"))
 SCALE = int(os.environ.get("KVTIER_SCALE", "1"))
+ENGINES = os.environ.get("KVTIER_ENGINES", "")
 HYPOTHESIS_EXAMPLES = 100
 #: A thread whose owner has been closed may need a moment to leave its loop.
 THREAD_EXIT_TIMEOUT_S = 5.0
@@ -61,6 +62,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             "scale" in item.fixturenames or is_hypothesis_test(item.obj)
         ):
             item.add_marker(pytest.mark.soak)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out tests inside other engines that were not asked for: they take environments.
+
+    ``KVTIER_ENGINES`` asks for none, for ``test_*_smallest.py`` or for ``all`` of them.
+    """
+    if collection_path.parent.name != "engines" or ENGINES == "all":
+        return None
+    smallest = collection_path.name.endswith("_smallest.py")
+    return None if ENGINES == "smallest" and smallest else True
 
 
 def _seed_of(node_id: str) -> int:

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.timeout(1000)
 FAMILIES, MEMBERS, COUNT = 10, 5, 8
 SHARED, OWN = 200, 50
 PROMPT_TOKENS = SHARED + OWN
+WARM = Prompt(list(range(3, 40)))
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def asked() -> list[Prompt]:
 @pytest.fixture(scope="module")
 def plain(asked: list[Prompt]) -> Served:
     """What vLLM without a connector answers."""
-    (served,) = VllmRun(None).serve(asked, COUNT).served()
+    _, served = VllmRun(None).serve([WARM], 1).serve(asked, COUNT).served()
     return served
 
 
@@ -46,8 +47,10 @@ def plain(asked: list[Prompt]) -> Served:
 def filled(asked: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Served]:
     """A disk tier with all prompts, and what vLLM answered while it was filled."""
     disk = tmp_path_factory.mktemp("filled") / "disk"
+    # While the disk is being opened lookups wait, which would change the order of the first steps.
     # To forget, vLLM has to wait for the last stores.
-    (served,) = VllmRun(options(disk)).serve(asked, COUNT).forget().served()
+    run = VllmRun(options(disk)).serve([WARM], 1)
+    _, served = run.serve(asked, COUNT).forget().served()
     return disk, served
 
 
