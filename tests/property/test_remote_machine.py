@@ -7,6 +7,7 @@ cache. Whatever remotes answer, the books agree after each step, and at the end 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import tempfile
 from functools import partial
@@ -74,6 +75,8 @@ class RemoteMachine(RuleBasedStateMachine):
         capacity=st.sampled_from([0, 0, 5]),
         mode=st.sampled_from(WriteMode),
         connections=st.integers(1, 3),
+        byte_codecs=st.lists(st.sampled_from([None, "zstd"]), min_size=1, max_size=2),
+        quota=st.sampled_from([0, 0, 12]),
     )
     def start(
         self,
@@ -84,6 +87,8 @@ class RemoteMachine(RuleBasedStateMachine):
         capacity: int,
         mode: WriteMode,
         connections: int,
+        byte_codecs: list[str | None],
+        quota: int,
     ) -> None:
         self.temporary = tempfile.TemporaryDirectory()
         self.clock = FakeClock()
@@ -101,7 +106,11 @@ class RemoteMachine(RuleBasedStateMachine):
             mode=mode,
             connections=connections,
             deadline_s=0.05,
+            salt="ours",
+            quota_chunks=quota,
         )
+        # Whoever comes next may be configured otherwise, and reads it all the same.
+        self.byte_codecs = itertools.cycle(byte_codecs)
         self.open()
         for family in range(3):
             self.engine.store(self.engine.sequence(prompt(family, 0, 5)))
@@ -109,7 +118,7 @@ class RemoteMachine(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        self.engine = self.opened()
+        self.engine = self.opened(byte_codec=next(self.byte_codecs))
         self.loading = None
 
     @rule(family=st.integers(0, 2), branch=st.integers(0, 1), chunks=st.integers(1, 6))
