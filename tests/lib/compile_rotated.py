@@ -64,6 +64,7 @@ def assembly(stripe: Stripe, dtype: str, *, packs: bool) -> str:
     }
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
+        assert kernel.params[index].is_constexpr == (name in constants), name
         signature[name] = "constexpr" if name in constants else POINTERS.get(name, "i32")
         if name in POINTERS or name in ALIGNED:
             attributes[index,] = [["tt.divisibility", 16]]

@@ -174,7 +174,9 @@ def kernel_around(function: Any, body: Any) -> Any:
     Triton writes constants down as JSON, which has no functions.
     """
     scope = {**function.__globals__, "body": body}
-    return triton.jit(FunctionType(function.__code__, scope, function.__name__))
+    made = FunctionType(function.__code__, scope, function.__name__)
+    made.__annotations__ = function.__annotations__
+    return triton.jit(made)
 
 
 def row_kernel(body: Any) -> Any:
