@@ -13,7 +13,18 @@ from pathlib import Path
 from kvtier.cache.cache import Cache
 from kvtier.config import CacheConfig
 from kvtier.constants import DAEMON_CONNECTIONS_MAX, DAEMON_IDLE_S_MAX, MIB
-from kvtier.wire import FROM_SERVER, Hello, Message, Welcome, encode
+from kvtier.wire import (
+    FROM_SERVER,
+    Done,
+    Hello,
+    Lease,
+    Leased,
+    Message,
+    Status,
+    Welcome,
+    Write,
+    encode,
+)
 from kvtier.wire_parser import Frame, Parser
 from kvtier_server.credentials import Door
 from kvtier_server.data_plane import DataPlane
@@ -122,3 +133,26 @@ async def until(reached: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not reached():  # noqa: ASYNC110 - what is waited for tells nobody
             await asyncio.sleep(0)
+
+
+async def stored(plane: Plane, *keys: bytes, data: bytes) -> Client:
+    """A client of version 2 that has stored some data under each of the keys."""
+    client = await plane.client(version=2)
+    for number, key in enumerate(keys):
+        await client.send(Write(number, key), data)
+        assert await client.message() == Done(number, Status.OK, "")
+    return client
+
+
+async def leased(client: Client, number: int, key: bytes) -> Leased:
+    """What the server says to a lease."""
+    await client.send(Lease(number, key))
+    answer = await client.message()
+    assert isinstance(answer, Leased)
+    assert answer.request == number
+    return answer
+
+
+def pinned(plane: Plane) -> int:
+    """How many objects are held for somebody."""
+    return plane.cache.stats().tiers[0].pinned_chunks

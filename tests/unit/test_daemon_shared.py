@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -18,10 +17,6 @@ from kvtier.constants import (
     DAEMON_STAGINGS_MAX,
     MIB,
 )
-from kvtier.errors import ConnectorUnavailableError
-from kvtier.interfaces import ReadOutcome
-from kvtier.registry import connect
-from kvtier.types import ReadRequest, WriteItem
 from kvtier.wire import (
     Delete,
     Done,
@@ -36,11 +31,11 @@ from kvtier.wire import (
     Welcome,
     Write,
 )
-from kvtier.wire_shared import copied, hung_up
+from kvtier.wire_shared import hung_up
 from kvtier_server.credentials import DEFAULT
 from kvtier_server.leases import LeaseRoom, Leases, Stagings
 from kvtier_server.objects import Held, Objects, namespace_of
-from tests.lib.plane import Client, Plane, ShiftedClock, data_plane, until
+from tests.lib.plane import Plane, ShiftedClock, data_plane, leased, pinned, stored, until
 
 SECOND = 1.0
 DATA = bytes(range(256)) * 512
@@ -52,32 +47,12 @@ async def plane(tmp_path: Path) -> AsyncIterator[Plane]:
         yield made
 
 
-async def stored(plane: Plane, *keys: bytes, data: bytes = DATA) -> Client:
-    client = await plane.client(version=2)
-    for number, key in enumerate(keys):
-        await client.send(Write(number, key), data)
-        assert await client.message() == Done(number, Status.OK, "")
-    return client
-
-
-async def leased(client: Client, number: int, key: bytes) -> Leased:
-    await client.send(Lease(number, key))
-    answer = await client.message()
-    assert isinstance(answer, Leased)
-    assert answer.request == number
-    return answer
-
-
-def pinned(plane: Plane) -> int:
-    return plane.cache.stats().tiers[0].pinned_chunks
-
-
 def there(plane: Plane, lease: Leased) -> bytes:
     return bytes(plane.cache.arena[lease.offset : lease.offset + lease.nbytes])
 
 
 async def test_a_lease_says_where_the_object_lies(plane: Plane) -> None:
-    client = await stored(plane, b"key")
+    client = await stored(plane, b"key", data=DATA)
     lease = await leased(client, 7, b"key")
     region = plane.cache.region_at(lease.offset)
     assert region is not None
@@ -97,7 +72,7 @@ async def test_a_lease_says_where_the_object_lies(plane: Plane) -> None:
 
 async def test_b88_what_is_leased_stays_as_it_is(plane: Plane) -> None:
     """Deleted and replaced meanwhile, and memory is wanted: the reader's bytes do not change."""
-    client = await stored(plane, b"key")
+    client = await stored(plane, b"key", data=DATA)
     lease = await leased(client, 1, b"key")
     await client.send(Delete(2, (b"key",)))
     assert await client.message() == Done(2, Status.OK, "")
@@ -122,7 +97,7 @@ async def test_what_is_not_there_is_not_leased(plane: Plane) -> None:
 async def test_a_release_of_no_lease_ends_the_connection(
     plane: Plane, numbers: tuple[int, ...]
 ) -> None:
-    client = await stored(plane, b"key")
+    client = await stored(plane, b"key", data=DATA)
     await leased(client, 0, b"key")
     await client.send(Release(numbers))
     refused = await client.message()
@@ -164,7 +139,7 @@ async def test_all_leases_together_leave_half_of_memory_to_others(plane: Plane) 
 
 
 async def test_a_request_with_a_leases_number_gets_none(plane: Plane) -> None:
-    client = await stored(plane, b"key")
+    client = await stored(plane, b"key", data=DATA)
     assert (await leased(client, 1, b"key")).status is Status.OK
     assert (await leased(client, 1, b"key")).status is Status.REFUSED
     assert pinned(plane) == 1
@@ -172,7 +147,7 @@ async def test_a_request_with_a_leases_number_gets_none(plane: Plane) -> None:
 
 
 async def test_a_lease_that_is_kept_for_too_long_ends_with_its_connection(plane: Plane) -> None:
-    client = await stored(plane, b"key")
+    client = await stored(plane, b"key", data=DATA)
     await leased(client, 1, b"key")
     plane.look(DAEMON_LEASE_S_MAX - SECOND)
     assert pinned(plane) == 1
@@ -190,7 +165,7 @@ async def test_the_server_hangs_up_before_it_lets_go(plane: Plane) -> None:
     leases = Leases(LeaseRoom(MIB), ShiftedClock(), theirs)
     clock = plane.clock
     objects = Objects(plane.cache, namespace_of(DEFAULT), clock)
-    await (await stored(plane, b"key")).close()
+    await (await stored(plane, b"key", data=DATA)).close()
     held = await objects.lease(b"key", deadline=clock.now() + SECOND)
     assert isinstance(held, Held)
     assert leases.hold(1, _Watched(held, lambda: seen.append(hung_up(ours))))
@@ -290,113 +265,10 @@ async def test_nothing_is_taken_from_a_file_that_is_not_the_clients(plane: Plane
     await client.close()
 
 
-def url_of(plane: Plane, options: str = "") -> str:
-    return f"kvtier+unix://{plane.path}?{options}"
-
-
-async def read(plane: Plane, options: str = "") -> tuple[ReadOutcome, bytes]:
-    connector = connect(url_of(plane, options))
-    buffer = memoryview(bytearray(len(DATA)))
-    (outcome,) = await connector.read([ReadRequest(b"key", 0, len(DATA))], [buffer])
-    await connector.close()
-    return outcome, bytes(buffer)
-
-
-async def test_a_connector_reads_what_it_leased_and_lets_go(plane: Plane) -> None:
-    client = await stored(plane, b"key")
-    assert await read(plane) == (len(DATA), DATA)
-    counters = plane.plane.counters
-    assert (counters.reads, counters.leases, counters.read_bytes) == (1, 1, 0)
-    await until(lambda: pinned(plane) == 0)
-    assert await read(plane, "shared=no") == (len(DATA), DATA)
-    assert (counters.reads, counters.leases, counters.read_bytes) == (2, 1, len(DATA))
-    await client.close()
-
-
-async def test_a_connector_whose_server_lets_go_while_it_reads_has_read_nothing(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The bytes may be another object's by then: they do not count."""
-    client = await stored(plane, b"key")
-
-    async def copied_late(source: memoryview, target: memoryview) -> None:
-        for session in list(plane.plane.sessions):
-            session.link.abort()
-        await until(lambda: pinned(plane) == 0)
-        await copied(source, target)
-
-    monkeypatch.setattr("kvtier_connectors.server.shared.copied", copied_late)
-    outcome, _ = await read(plane)
-    assert isinstance(outcome, ConnectorUnavailableError)
-    await client.close()
-
-
-async def test_a_connector_that_may_lease_no_more_reads_by_the_socket(plane: Plane) -> None:
-    greedy = await stored(plane, b"key", *(b"k%d" % n for n in range(8)), data=DATA)
-    for number in range(8):
-        large = b"x" * (4 * MIB - 8192)
-        await greedy.send(Write(number, b"k%d" % number), large)
-        assert await greedy.message() == Done(number, Status.OK, "")
-        assert (await leased(greedy, number, b"k%d" % number)).status is Status.OK
-    assert await read(plane) == (len(DATA), DATA)
-    counters = plane.plane.counters
-    assert counters.unleased == 1
-    assert counters.reads == counters.leases + 1
-    assert counters.read_bytes == len(DATA)
-    await greedy.close()
-
-
-async def test_a_cancelled_read_keeps_no_lease(plane: Plane) -> None:
-    client = await stored(plane, b"key")
-    connector = connect(url_of(plane))
-    buffer = memoryview(bytearray(len(DATA)))
-    for turns in range(12):
-        reading = asyncio.create_task(connector.read([ReadRequest(b"key", 0, len(DATA))], [buffer]))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        reading.cancel()
-        await asyncio.wait({reading})
-    await until(lambda: pinned(plane) == 0)
-    # And the connector goes on.
-    assert await connector.read([ReadRequest(b"key", 0, len(DATA))], [buffer]) == [len(DATA)]
-    await connector.close()
-    await client.close()
-
-
-async def test_an_upload_that_was_given_up_keeps_what_it_staged(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server may be reading it still: the next upload is staged elsewhere."""
-    begun, go_on = asyncio.Event(), asyncio.Event()
-
-    async def copied_late(source: memoryview, target: memoryview) -> None:
-        begun.set()
-        await go_on.wait()
-        await copied(source, target)
-
-    monkeypatch.setattr("kvtier_server.shared.copied", copied_late)
-    connector = connect(url_of(plane))
-    first, second = (memoryview(each * len(DATA)) for each in (b"1", b"2"))
-    given_up = asyncio.create_task(connector.write([WriteItem(b"first", first)]))
-    await begun.wait()
-    given_up.cancel()
-    await asyncio.wait({given_up})
-    writing = asyncio.create_task(connector.write([WriteItem(b"second", second)]))
-    await until(lambda: plane.cache.stats().stores_inflight == 2)
-    go_on.set()
-    assert await writing == [None]
-    await until(lambda: plane.plane.counters.taken == 2)
-    buffer = memoryview(bytearray(len(DATA)))
-    for key, data in ((b"first", first), (b"second", second)):
-        assert await connector.read([ReadRequest(key, 0, len(data))], [buffer]) == [len(data)]
-        assert buffer == data
-    await connector.close()
-
-
 async def test_b102_what_lies_in_another_ones_file_is_not_leased(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = await stored(plane, b"key")
+    client = await stored(plane, b"key", data=DATA)
     region = plane.cache.region_at(0)
     assert region is not None
     another = replace(region, owner=b"somebody else")
@@ -404,23 +276,3 @@ async def test_b102_what_lies_in_another_ones_file_is_not_leased(
     assert (await leased(client, 1, b"key")).status is Status.UNAVAILABLE
     assert pinned(plane) == 0
     await client.close()
-
-
-async def test_a_server_that_shares_nothing_is_used_by_the_socket(tmp_path: Path) -> None:
-    async with data_plane(tmp_path) as plain:
-        connector = connect(url_of(plain, "shared_from=0"))
-        assert await connector.write([WriteItem(b"key", memoryview(DATA))]) == [None]
-        await connector.close()
-        assert await read(plain, "shared_from=0") == (len(DATA), DATA)
-        assert plain.plane.counters.leases + plain.plane.counters.taken == 0
-
-
-async def test_more_files_than_there_may_be_are_done_without(plane: Plane) -> None:
-    connectors = [connect(url_of(plane)) for _ in range(DAEMON_STAGINGS_MAX + 2)]
-    for number, connector in enumerate(connectors):
-        item = WriteItem(b"key %d" % number, memoryview(DATA))
-        assert await connector.write([item]) == [None]
-    counters = plane.plane.counters
-    assert (counters.writes, counters.taken) == (DAEMON_STAGINGS_MAX + 2, DAEMON_STAGINGS_MAX)
-    for connector in connectors:
-        await connector.close()

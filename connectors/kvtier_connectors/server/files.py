@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 import socket
+from contextlib import ExitStack
 from typing import Final, NamedTuple
 
 from kvtier.constants import ALIGN_BYTES
@@ -187,11 +188,10 @@ class SharedFiles:
     async def _mapped(self, area: Area) -> _File:
         if self._line is None:
             line = FileLine()
-            try:
+            with ExitStack() as undo:
+                undo.callback(line.close)
                 await line.open(self._settings)
-            except BaseException:
-                line.close()
-                raise
+                undo.pop_all()
             self._line = line
         return await self._line.map(area)
 
