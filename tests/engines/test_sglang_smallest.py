@@ -25,8 +25,9 @@ pytestmark = pytest.mark.timeout(240)
 def run(folder: Path, *do: str, faults: dict[str, str] | None = None, **orders: Any) -> list[Any]:
     """Have SGLang load the back end and do something with it; return what came of each."""
     options = {
-        "dram_bytes": "64MiB",
-        "disk": {"path": str(folder / "kv"), "capacity_bytes": "1GiB"},
+        "dram": "64MiB",
+        "disk": str(folder / "kv"),
+        "disk_bytes": "1GiB",
         "weights_id": "weights 1",
         **orders.pop("options", {}),
     }

@@ -27,8 +27,8 @@ def kvtier_adapter(**options: Any) -> dict[str, Any]:
 
 def on_disk(folder: Path, **options: Any) -> dict[str, Any]:
     """Options of a cache with a disk."""
-    disk = {"path": str(folder), "capacity_bytes": "1GiB"}
-    return {"dram_bytes": "256MiB", "disk": disk, "weights_id": "weights 1", **options}
+    disk = {"disk": str(folder), "disk_bytes": "1GiB"}
+    return {"dram": "256MiB", **disk, "weights_id": "weights 1", **options}
 
 
 def bench_l2(adapter: dict[str, Any], *arguments: str) -> str:

@@ -29,9 +29,9 @@ class PlugSetup:
     def table(self) -> dict[str, Any]:
         """Options as a user writes them."""
         return {
-            "dram_bytes": 32 * MIB,
-            "slab_bytes": 4096,
-            "disk": {"path": str(self.folder / "disk"), "capacity_bytes": "64MiB"},
+            "dram": 32 * MIB,
+            "disk": str(self.folder / "disk"),
+            "disk_bytes": "64MiB",
             "weights_id": "weights 1",
         }
 
@@ -42,7 +42,8 @@ class PlugSetup:
     def store(self, system: str, **changes: Any) -> PlugStore:
         """Open one whose disk is open."""
         options = replace(self.options, **changes)
-        cache = Cache(options.cache_config, files=self.files)
+        config = replace(options.cache_config(), slab_bytes=4096)
+        cache = Cache(config, files=self.files)
         wait_until(lambda: tier_stats(cache, Tier.DISK).state != "opening", "no disk")
         return PlugStore(options, system, cache=cache)
 

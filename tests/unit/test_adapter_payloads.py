@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvtier.clock import SystemClock
-from kvtier.config import CacheConfig
+from kvtier.config import Durability
 from kvtier.constants import KEYED_BATCH_MAX, MIB
 from kvtier.errors import ConfigError, LayoutError
 from kvtier.testing.clock import FakeClock
@@ -82,18 +82,25 @@ def broken() -> Steps[object]:
 
 def test_options_are_read_from_a_table_as_engines_have_them(tmp_path: Path) -> None:
     table = {
-        "dram_bytes": "64MiB",
-        "disk": {"path": str(tmp_path), "capacity_bytes": "1GiB", "durability": "batch"},
-        "remotes": [{"url": "memory://"}],
+        "dram": "16MiB",
+        "disk": str(tmp_path),
+        "disk_bytes": "1GiB",
+        "disk_codec": "zstd",
+        "durability": "batch",
+        "remote": ["memory://"],
         "weights_id": "model@1",
-        "get_deadline_s": 2,
+        "load_deadline_s": 2,
     }
     options = plug_options(table, "kvtier")
-    config = options.cache_config
-    assert isinstance(config, CacheConfig)
-    assert (config.dram_bytes, options.get_deadline_s) == (64 * MIB, 2.0)
+    config = options.cache_config()
+    assert (config.dram_bytes, config.slab_bytes, options.load_deadline_s) == (
+        16 * MIB,
+        16 * MIB,
+        2,
+    )
     assert config.disk is not None
-    assert config.disk.capacity_bytes == 1024 * MIB
+    assert (config.disk.capacity_bytes, config.disk.durability) == (1024 * MIB, Durability.BATCH)
+    assert (config.disk.byte_codec, config.disk.codec) == ("zstd", None)
     assert [remote.url for remote in config.remotes] == ["memory://"]
     assert plug_options(None, "kvtier") == PlugOptions()
 
@@ -101,13 +108,14 @@ def test_options_are_read_from_a_table_as_engines_have_them(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("table", "says"),
     [
-        ({"dram_byte": "1GiB"}, r"kvtier: .*no 'dram_byte' .did you mean 'dram_bytes'"),
-        ({"dram_bytes": "1GB"}, "kvtier: dram_bytes: not a size"),
-        ({"disk": {"path": "kv"}}, "weights_id is missing"),
-        ({"remotes": [{"url": "memory://"}]}, "weights_id is missing"),
-        ({"disk": "kv", "weights_id": "w"}, "disk = 'kv': allowed is a table"),
-        ({"get_deadline_s": 0}, "get_deadline_s = 0.0: allowed is more than 0"),
-        ({"put_deadline_s": DEADLINE_S_MAX + 1}, "put_deadline_s = 61.0: allowed is"),
+        ({"drams": "1GiB"}, r"kvtier has no 'drams' .did you mean 'dram'"),
+        ({"dram": "1GB"}, "kvtier: dram_bytes: not a size"),
+        ({"disk": "kv"}, "weights_id is missing"),
+        ({"remote": "memory://"}, "weights_id is missing"),
+        ({"disk": {"path": "kv"}, "weights_id": "w"}, "disk = .*: allowed is a list"),
+        ({"durability": "eech"}, "durability = 'eech': allowed is none, batch, each .did you mean"),
+        ({"load_deadline_s": 0}, "load_deadline_s = 0.0: allowed is more than 0"),
+        ({"store_deadline_s": DEADLINE_S_MAX + 1}, "store_deadline_s = 61.0: allowed is"),
         ({"lookup_deadline_s": float("nan")}, "lookup_deadline_s = nan"),
         ({"copy_threads": COPY_THREADS_MAX + 1}, "copy_threads = 17: allowed is 1 .. 16"),
         ([1], r"kvtier = \[1\]: allowed is a table"),
@@ -119,11 +127,11 @@ def test_options_that_cannot_be_say_which_and_what_is_allowed(table: object, say
 
 
 def test_each_rank_has_a_folder_of_its_own(tmp_path: Path) -> None:
-    disk = {"path": f"{tmp_path}/a/", "more_paths": [f"{tmp_path}/b"]}
-    options = plug_options({"disk": disk, "weights_id": "w"}, "kvtier").in_folder("rank-1")
-    assert options.disk is not None
-    assert options.disk.paths == (f"{tmp_path}/a/rank-1", f"{tmp_path}/b/rank-1")
-    assert PlugOptions().in_folder("rank-1") == PlugOptions()
+    table = {"disk": [f"{tmp_path}/a/", f"{tmp_path}/b"], "weights_id": "w"}
+    config = plug_options(table, "kvtier").cache_config("rank-1")
+    assert config.disk is not None
+    assert config.disk.paths == (f"{tmp_path}/a/rank-1", f"{tmp_path}/b/rank-1")
+    assert PlugOptions().cache_config("rank-1").disk is None
 
 
 # Jobs
@@ -214,7 +222,8 @@ def test_complaints_are_told_once_a_minute_and_counted_always(
 
 @pytest.fixture
 def store() -> Iterator[PlugStore]:
-    store = PlugStore(PlugOptions(dram_bytes=64 * MIB, slab_bytes=4096), "test 1")
+    options = PlugOptions(dram_bytes=64 * MIB, load_deadline_s=DEADLINE_S_MAX)
+    store = PlugStore(options, "test 1")
     yield store
     store.close()
 
@@ -238,7 +247,7 @@ def test_batches_larger_than_a_call_may_be_are_cut(store: PlugStore) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 16])
 def test_a_batch_is_shared_out_among_threads_and_stays_in_order(threads: int) -> None:
-    options = PlugOptions(dram_bytes=8 * MIB, slab_bytes=4096, copy_threads=threads)
+    options = PlugOptions(dram_bytes=8 * MIB, copy_threads=threads)
     store = PlugStore(options, "test 1")
     face = store.face("kind")
     for count in (0, 1, 2, 7, 40):

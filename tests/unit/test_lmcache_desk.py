@@ -177,7 +177,7 @@ def test_b44_b78_corrupt_files_are_misses_and_are_written_again(setup: PlugSetup
 
 
 def test_a_disk_that_hangs_is_a_miss_within_the_deadline(setup: PlugSetup) -> None:
-    world = restarted(setup, "a", "b", get_deadline_s=0.2)
+    world = restarted(setup, "a", "b", load_deadline_s=0.2)
     gate = FileGate(operations=READ, path=".kvs")
     setup.files.inject(gate)
     start = world.store.clock.now()

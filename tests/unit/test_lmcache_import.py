@@ -18,7 +18,7 @@ from kvtier_adapters.lmcache.files import FileKey
 from kvtier_adapters.lmcache.limits import IMPORT_BATCH_BYTES, IMPORT_FILES_MAX, IMPORT_WAIT_S
 from kvtier_adapters.lmcache.migration import ImportReport, import_folder
 from kvtier_adapters.lmcache.naming import L2_SCHEME, SEAL_BYTES, object_name, seal
-from kvtier_adapters.payloads.options import PlugOptions, plug_options
+from kvtier_adapters.payloads.options import PlugOptions
 from kvtier_adapters.payloads.store import PlugStore
 from kvtier_adapters.payloads.work import run_to_end
 from tests.lib.keyed_setup import payload
@@ -137,10 +137,8 @@ def test_where_not_all_have_room_the_newest_stay(
     monkeypatch.setattr(migration, "IMPORT_BATCH_BYTES", 4 * NBYTES)
     assert IMPORT_BATCH_BYTES >= 4 * NBYTES
     keep(folder, *range(1, 41))
-    table = {**setup.table, "disk": {**setup.table["disk"], "capacity_bytes": 24 * (NBYTES + 8192)}}
-    table["dram_bytes"] = 16 * (NBYTES + 8192)
-    options = plug_options(table, "kvtier")
-    report, told = imported(setup, folder, disk=options.disk, dram_bytes=options.dram_bytes)  # type: ignore[arg-type]
+    room = {"disk_bytes": 24 * (NBYTES + 8192), "dram_bytes": 16 * (NBYTES + 8192)}
+    report, told = imported(setup, folder, **room)
     assert (report.found, report.stored) == (40, 40)
     assert 8 <= report.held < 40
     assert told[-1] == (40, 40)
@@ -176,7 +174,7 @@ def test_a_disk_that_does_not_write_ends_the_import(
 
 
 def test_what_cannot_work_is_said_at_once(setup: PlugSetup, folder: Path) -> None:
-    store = PlugStore(PlugOptions(dram_bytes=2**20, slab_bytes=4096), "lmcache")
+    store = PlugStore(PlugOptions(dram_bytes=2**20), "lmcache")
     with pytest.raises(ConfigError, match="needs a disk or a remote"):
         import_folder(folder, store, LAYOUT, lambda *_: None)
     store.close()

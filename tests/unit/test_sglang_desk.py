@@ -146,7 +146,7 @@ def test_b111_a_disk_that_hangs_costs_the_deadline_and_nothing_is_written_late(
     before.put(a=0)
     written(before.store)
     before.desk.close()
-    server = Server(setup, get_deadline_s=0.2)
+    server = Server(setup, load_deadline_s=0.2)
     gate = FileGate(operations=READ, path=".kvs")
     setup.files.inject(gate)
     server.pool.kv_buffer.zero_()

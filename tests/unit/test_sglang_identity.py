@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.config import RemoteConfig
 from kvtier.errors import ConfigError, LayoutError
 from kvtier_adapters.payloads.options import PlugOptions
 from kvtier_adapters.sglang.hits import ALL_PAGES, TRAILING_PAGES, PoolFound, restorable
@@ -74,10 +73,10 @@ def test_every_process_of_a_server_has_a_folder_of_its_own() -> None:
 
 def test_b113_ranks_that_could_never_share_are_refused() -> None:
     latent = replace(CONFIG, is_mla_model=True)
-    with pytest.raises(ConfigError, match=r"remotes is missing: of the 2 ranks .*one writes"):
+    with pytest.raises(ConfigError, match=r"remote is missing: of the 2 ranks .*one writes"):
         check_ranks(latent, PlugOptions())
-    remotes = (RemoteConfig("kvtier+unix:///run/kvtier.sock"),)
-    check_ranks(latent, PlugOptions(remotes=remotes, weights_id="w"))
+    remote = ("kvtier+unix:///run/kvtier.sock",)
+    check_ranks(latent, PlugOptions(remote=remote, weights_id="w"))
     check_ranks(replace(latent, tp_size=1), PlugOptions())
     check_ranks(CONFIG, PlugOptions())
 

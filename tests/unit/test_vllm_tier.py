@@ -134,7 +134,7 @@ def test_b44_b78_b129_corrupt_chunks_fail_and_are_held_no_more(setup: PlugSetup,
 
 
 def test_b129_a_disk_that_hangs_fails_a_promotion_once(setup: PlugSetup) -> None:
-    tier = restarted(setup, b"a", get_deadline_s=0.2)
+    tier = restarted(setup, b"a", load_deadline_s=0.2)
     gate = FileGate(operations=READ, path=".kvs")
     setup.files.inject(gate)
     assert tier.desk.held(b"a")

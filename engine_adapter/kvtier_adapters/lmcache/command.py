@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from kvtier.config import DiskConfig, RemoteConfig, format_size, parse_size
+from kvtier.config import format_size, parse_size
 from kvtier_adapters.lmcache.migration import ImportReport, import_folder
 from kvtier_adapters.lmcache.naming import SYSTEM
 from kvtier_adapters.payloads.options import PlugOptions
@@ -36,8 +36,9 @@ def import_lmcache(
     """Bring the objects of LMCache's fs or fs_native adapter into KVTier's disk or a remote."""
     options = PlugOptions(
         dram_bytes=parse_size(dram),
-        disk=None if disk is None else DiskConfig(str(disk), parse_size(disk_bytes)),
-        remotes=tuple(RemoteConfig(url) for url in remote or ()),
+        disk=() if disk is None else (str(disk),),
+        disk_bytes=parse_size(disk_bytes),
+        remote=tuple(remote or ()),
         weights_id=weights_id,
         tenant_salt=tenant_salt,
     )

@@ -59,7 +59,7 @@ class KVTierConnector(RemoteConnector):  # type: ignore[misc]
         clock = SystemClock()
         self._complaints = Complaints("KVTier below LMCache", clock)
         rank = f"rank-{metadata.worker_id}-of-{metadata.world_size}"
-        self._store = PlugStore(options.in_folder(rank), SYSTEM, clock=clock)
+        self._store = PlugStore(options, SYSTEM, folder=rank, clock=clock)
         self._face = self._store.face(CONNECTOR_SCHEME)
         self._loads = Runner("kvtier-lmcache-load", self._complaints)
         self._stores = Runner(

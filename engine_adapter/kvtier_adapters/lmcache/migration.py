@@ -59,7 +59,7 @@ def import_folder(
     where nothing more can be written.
     """
     nbytes = layout_bytes(layout)
-    if not store.options.disk and not store.options.remotes:
+    if not store.options.disk and not store.options.remote:
         raise ConfigError("an import needs a disk or a remote: DRAM ends with the process")
     report, face = ImportReport(), store.face(L2_SCHEME)
     files = _listed(folder, nbytes, report)

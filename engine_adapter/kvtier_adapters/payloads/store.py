@@ -31,16 +31,18 @@ class PlugStore:
         options: PlugOptions,
         system: str,
         *,
+        folder: str = "",
         cache: Cache | None = None,
         clock: Clock | None = None,
     ) -> None:
         """Open the cache. ``system`` names whose keys these are. Raises as ``Cache`` does.
 
-        A cache that is given is used as it is, and closed all the same.
+        ``folder`` is this process's own below each of the disk's directories. A cache that is
+        given is used as it is, and closed all the same.
         """
         self.options = options
         self.clock = clock or SystemClock()
-        self.cache = cache or Cache(options.cache_config, clock=self.clock)
+        self.cache = cache or Cache(options.cache_config(folder), clock=self.clock)
         self._system = system
         # Without a name for the weights nothing outlives the process, so they are its own.
         weights_id = options.weights_id or "those of this process"
@@ -100,7 +102,7 @@ class Face:
 
     def put(self, items: Sequence[tuple[bytes, Source]]) -> Steps[list[bool]]:
         """See ``put_steps``; the deadline runs from now on, also before the first step."""
-        deadline = self._clock.now() + self._options.put_deadline_s
+        deadline = self._clock.now() + self._options.store_deadline_s
         return side_by_side(
             [
                 put_steps(lane, items[start:end], deadline)
@@ -110,7 +112,7 @@ class Face:
 
     def get(self, keys: Sequence[bytes], into: Sequence[Target]) -> Steps[list[bool]]:
         """See ``get_steps``; the deadline runs from now on."""
-        deadline = self._clock.now() + self._options.get_deadline_s
+        deadline = self._clock.now() + self._options.load_deadline_s
         return side_by_side(
             [
                 get_steps(lane, keys[start:end], into[start:end], deadline)

@@ -35,7 +35,7 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc]
         options = plug_options(table, f"extra_config.{OPTIONS}")
         check_ranks(storage_config, options)
         clock = SystemClock()
-        store = PlugStore(options.in_folder(folder_name(storage_config)), SYSTEM, clock=clock)
+        store = PlugStore(options, SYSTEM, folder=folder_name(storage_config), clock=clock)
         self._zero_copy = bool((storage_config.extra_config or {}).get("interface_v1"))
         self._metrics = bool(storage_config.enable_storage_metrics)
         self._desk = PageDesk(store, storage_config, Complaints("KVTier below SGLang", clock))

@@ -84,9 +84,9 @@ def page_scheme(config: Any, pool: str, host_pool: Any, page_bytes: tuple[int, .
 
 def check_ranks(config: Any, options: PlugOptions) -> None:
     """Refuse a set-up in which no rank could find what another one has written."""
-    if config.is_mla_model and config.tp_size > 1 and not options.remotes:
+    if config.is_mla_model and config.tp_size > 1 and not options.remote:
         raise ConfigError(
-            f"kvtier.remotes is missing: of the {config.tp_size} ranks of a model with latent KV "
+            f"kvtier.remote is missing: of the {config.tp_size} ranks of a model with latent KV "
             "(MLA) one writes for all, so they need a store in common, as a KVTier daemon: "
-            '"remotes": [{"url": "kvtier+unix:///run/kvtier/kvtier.sock"}]'
+            '"remote": "kvtier+unix:///run/kvtier/kvtier.sock"'
         )

@@ -93,7 +93,7 @@ class TierDesk:
     def drain(self) -> bool:
         """Block until all jobs have come back; False: a copy still runs, which is a bug."""
         options = self._store.options
-        timeout_s = max(options.get_deadline_s, options.put_deadline_s) + DRAIN_EXTRA_S
+        timeout_s = max(options.load_deadline_s, options.store_deadline_s) + DRAIN_EXTRA_S
         return self._loads.drain(timeout_s) and self._stores.drain(timeout_s)
 
     def forget_all(self) -> None:

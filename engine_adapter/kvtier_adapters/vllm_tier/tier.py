@@ -60,7 +60,7 @@ class KVTierTier(SecondaryTierManager):  # type: ignore[misc]
         self._complaints = Complaints("KVTier below vLLM's CPU tier", clock)
         plug = plug_options(options, "secondary_tiers")
         replica = f"replica-{config.parallel.data_parallel_index}"
-        store = PlugStore(plug.in_folder(replica), SYSTEM, clock=clock)
+        store = PlugStore(plug, SYSTEM, folder=replica, clock=clock)
         flags = cpu_flags(_CPU_INFO.read_text("utf-8")) if _CPU_INFO.exists() else ""
         device = device_text(str(current_platform.device_type), flags)
         scheme = chunk_scheme(config, self.block_size_bytes, vllm.__version__, device)
