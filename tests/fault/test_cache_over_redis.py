@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -80,23 +81,15 @@ def loaded(engine: EngineDouble, tokens: range) -> int:
 
 @contextmanager
 def meanwhile(work: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Do something over and over in a thread, until the block ends; its failure is ours."""
-    stop, failures = threading.Event(), list[BaseException]()
-
-    def run() -> None:
+    """Do something in a thread until it, or the block, ends; its failure is ours."""
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        working = threads.submit(work, stop)
         try:
-            work(stop)
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-    assert not failures, failures
+            yield
+        finally:
+            stop.set()
+        working.result()
 
 
 @pytest.fixture(scope="module")

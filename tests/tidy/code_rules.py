@@ -40,8 +40,8 @@ HIDING = {
     "pytest.xfail",
     "pytest.importorskip",
 }
-#: What no package brings: a device, and the browser of the system, which CI has.
-MISSING = ("needs a CUDA device", "needs Chromium")
+#: What no package brings: a device, a library, and the browser of the system, which CI has.
+MISSING = ("needs a CUDA device", "needs Chromium", "needs Mooncake")
 TASK_MARK = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 LINK = re.compile(r"https?://")
 
