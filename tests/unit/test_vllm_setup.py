@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from kvtier.errors import ConfigError
-from kvtier.types import Fidelity
+from kvtier.types import Direction, Fidelity, HeadSlice, Move, Plan, ShardId, ShardLayout, Slot
 from kvtier_adapters.vllm.geometry import Geometry
+from kvtier_adapters.vllm.messages import LoadOrder, Orders
 from kvtier_adapters.vllm.scheduler_side import SchedulerSide
 from kvtier_adapters.vllm.setup import (
     Setup,
@@ -90,6 +91,25 @@ def setup(options: dict[str, Any] | None = None, groups: int = 1, **more: Any) -
 
 def caches() -> dict[str, torch.Tensor]:
     return {name: torch.zeros(8, 2, 16, 16) for name in NAMES}
+
+
+def move() -> Move:
+    shape = ShardLayout(layers=2, kv_heads=2, k_dim=8, v_dim=8, dtype="float32", tokens=16)
+    return Move(
+        0,
+        "raw",
+        ShardId(0, 0, 0),
+        shape,
+        Slot(0, 8192),
+        4096,
+        0,
+        1,
+        HeadSlice(0, 0, 2),
+        0,
+        0,
+        16,
+        (1,),
+    )
 
 
 def test_the_namespace_is_that_of_the_model() -> None:
@@ -175,9 +195,19 @@ def test_ranks_in_other_processes_share_the_arena(
 
 def test_what_is_not_served_opens_nothing(caplog: pytest.LogCaptureFixture) -> None:
     refused = setup(groups=2)
-    assert open_worker_side(refused) is None
     assert open_scheduler_side(refused) is None
     assert "KVTier is switched off: a model with 2 KV cache groups" in caplog.text
+
+
+def test_a_rank_that_sees_another_model_than_the_scheduler_says_so() -> None:
+    refused = setup(groups=2)
+    worker = open_worker_side(refused)
+    register_pool(refused, worker, caches())
+    plan = Plan(1, Direction.LOAD, 1e9, (move(),))
+    worker.execute(Orders(loads=(LoadOrder(1, "request", (plan,), last=True),)))
+    answers = worker.take_answers()
+    assert answers.refusals == ("a model with 2 KV cache groups is not supported",)
+    assert [result.ok for result in answers.results] == [False]
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -186,7 +216,6 @@ def test_both_sides_of_one_engine_meet(shared: bool) -> None:
     parallel.distributed_executor_backend = "mp" if shared else "uni"
     ours = setup(parallel_config=parallel)
     worker = open_worker_side(ours)
-    assert worker is not None
     register_pool(ours, worker, caches())
     scheduler = open_scheduler_side(ours)
     assert isinstance(scheduler, SchedulerSide)
@@ -205,7 +234,6 @@ def test_a_pool_that_is_not_as_configured_is_told_to_the_scheduler() -> None:
     ours = setup()
     assert isinstance(ours.geometry, Geometry)
     worker = open_worker_side(ours)
-    assert worker is not None
     register_pool(ours, worker, {name: each.double() for name, each in caches().items()})
     (refusal,) = worker.take_answers().refusals
     assert "float64" in refusal

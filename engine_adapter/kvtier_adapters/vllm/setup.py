@@ -120,13 +120,18 @@ def close_scheduler_side(setup: Setup, side: SchedulerSide) -> None:
     side.close()
 
 
-def open_worker_side(setup: Setup) -> WorkerSide | None:
-    """Return what serves one rank, without a pool yet; None where this model is not served."""
-    if not isinstance(setup.geometry, Geometry):
-        return None
-    tp_size = setup.geometry.tp_size
-    rank = setup.rank % tp_size
-    return WorkerSide(Placement(rank, rank, tp_size))
+def open_worker_side(setup: Setup) -> WorkerSide:
+    """Return what serves one rank, without a pool yet; where that cannot be, it refuses.
+
+    A rank may see what the scheduler does not, which then has to be told.
+    """
+    geometry = setup.geometry
+    if isinstance(geometry, Geometry):
+        rank = setup.rank % geometry.tp_size
+        return WorkerSide(Placement(rank, rank, geometry.tp_size))
+    side = WorkerSide(Placement(setup.rank, setup.rank, setup.rank + 1))
+    side.refuse(geometry)
+    return side
 
 
 def register_pool(setup: Setup, side: WorkerSide, kv_caches: dict[str, Any]) -> None:
@@ -135,7 +140,8 @@ def register_pool(setup: Setup, side: WorkerSide, kv_caches: dict[str, Any]) -> 
     On CUDA kernels are compiled here, which takes seconds, rather than at the first load.
     """
     geometry = setup.geometry
-    assert isinstance(geometry, Geometry), "a side is opened for a known geometry only"
+    if not isinstance(geometry, Geometry):
+        return
     backends = {name: _backend(setup.backends.get(name)) for name in geometry.layer_names}
     pool = open_pool(geometry, kv_caches, backends)
     if isinstance(pool, str):
