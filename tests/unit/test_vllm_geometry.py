@@ -94,6 +94,7 @@ def test_on_a_cpu_blocks_are_opaque_and_say_whose_they_are() -> None:
         ({}, (spec(head_size_v=4),), "K of 8 values and V of 4"),
         ({}, (spec(state_content_bytes=10),), "packed or compressed"),
         ({}, (spec(tokens_per_state=2),), "packed or compressed"),
+        ({}, (spec(kv_quant_mode=SimpleNamespace(name="INT8_PER_TOKEN_HEAD")),), "INT8_PER_TOKEN"),
     ],
 )
 def test_what_is_not_known_for_certain_is_refused(

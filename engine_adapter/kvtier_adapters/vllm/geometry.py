@@ -17,6 +17,8 @@ from kvtier.types import DTYPE_BYTES, GroupKind, KVGroup, KVLayout, Placement
 PLAIN_BACKENDS: Final = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 # Proposals that need no model of their own, whose KV would depend on tokens yet to come.
 _DRAFTLESS: Final = ("ngram", "ngram_gpu", "suffix")
+# Quantisation whose scales belong to the weights.
+_SCALED: Final = ("NONE", "FP8_PER_TENSOR")
 _LAYER: Final = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
@@ -137,6 +139,9 @@ def _refusal(vllm_config: Any, kv_cache_config: Any) -> str:
     spec = groups[0].kv_cache_spec
     if type(spec).__name__ != "FullAttentionSpec":
         return f"KV of {type(spec).__name__} is not supported"
+    quantised = getattr(getattr(spec, "kv_quant_mode", None), "name", _SCALED[0])
+    if quantised not in _SCALED:
+        return f"KV quantised by {quantised}, whose scales lie elsewhere, is not supported"
     content = getattr(spec, "state_content_bytes", None), getattr(spec, "num_head_slots", None)
     if content != (None, None) or getattr(spec, "tokens_per_state", 1) != 1:
         return "packed or compressed KV blocks are not supported"
