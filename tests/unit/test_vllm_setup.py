@@ -20,7 +20,7 @@ from kvtier_adapters.vllm.setup import (
     open_scheduler_side,
     open_worker_side,
     read_setup,
-    register_pool,
+    register_pool_boundary,
 )
 
 VERSION = "0.32.0"
@@ -202,7 +202,7 @@ def test_what_is_not_served_opens_nothing(caplog: pytest.LogCaptureFixture) -> N
 def test_a_rank_that_sees_another_model_than_the_scheduler_says_so() -> None:
     refused = setup(groups=2)
     worker = open_worker_side(refused)
-    register_pool(refused, worker, caches())
+    register_pool_boundary(refused, worker, caches())
     plan = Plan(1, Direction.LOAD, 1e9, (move(),))
     worker.execute(Orders(loads=(LoadOrder(1, "request", (plan,), last=True),)))
     answers = worker.take_answers()
@@ -216,7 +216,7 @@ def test_both_sides_of_one_engine_meet(shared: bool) -> None:
     parallel.distributed_executor_backend = "mp" if shared else "uni"
     ours = setup(parallel_config=parallel)
     worker = open_worker_side(ours)
-    register_pool(ours, worker, caches())
+    register_pool_boundary(ours, worker, caches())
     scheduler = open_scheduler_side(ours)
     assert isinstance(scheduler, SchedulerSide)
     nothing = SimpleNamespace(
@@ -234,6 +234,15 @@ def test_a_pool_that_is_not_as_configured_is_told_to_the_scheduler() -> None:
     ours = setup()
     assert isinstance(ours.geometry, Geometry)
     worker = open_worker_side(ours)
-    register_pool(ours, worker, {name: each.double() for name, each in caches().items()})
+    register_pool_boundary(ours, worker, {name: each.double() for name, each in caches().items()})
     (refusal,) = worker.take_answers().refusals
     assert "float64" in refusal
+
+
+def test_a_pool_that_nobody_understands_is_told_to_the_scheduler() -> None:
+    ours = setup()
+    worker = open_worker_side(ours)
+    states: dict[str, Any] = {name: [each] for name, each in caches().items()}
+    register_pool_boundary(ours, worker, states)
+    (refusal,) = worker.take_answers().refusals
+    assert "rank 0: AttributeError" in refusal

@@ -24,7 +24,7 @@ from kvtier_adapters.vllm.setup import (
     open_scheduler_side,
     open_worker_side,
     read_setup,
-    register_pool,
+    register_pool_boundary,
 )
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Take the KV cache, if it is what the configuration says."""
         if self._worker is not None:
-            register_pool(self._setup, self._worker, kv_caches)
+            register_pool_boundary(self._setup, self._worker, kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Begin the step's moves, before its forward.

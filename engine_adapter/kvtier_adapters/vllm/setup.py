@@ -134,11 +134,19 @@ def open_worker_side(setup: Setup) -> WorkerSide:
     return side
 
 
-def register_pool(setup: Setup, side: WorkerSide, kv_caches: dict[str, Any]) -> None:
+def register_pool_boundary(setup: Setup, side: WorkerSide, kv_caches: dict[str, Any]) -> None:
     """Give a rank its KV cache, or have it refuse what is not as the configuration says.
 
     On CUDA kernels are compiled here, which takes seconds, rather than at the first load.
     """
+    try:
+        _register_pool(setup, side, kv_caches)
+    except Exception as error:  # Whatever it is: vLLM serves as without the connector.
+        _log.exception("the KV cache of rank %d cannot be used", setup.rank)
+        side.refuse(f"rank {setup.rank}: {type(error).__name__}: {error}")
+
+
+def _register_pool(setup: Setup, side: WorkerSide, kv_caches: dict[str, Any]) -> None:
     geometry = setup.geometry
     if not isinstance(geometry, Geometry):
         return
