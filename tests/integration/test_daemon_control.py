@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from kvtier.cli.main import app
 from kvtier.registry import connect
+from kvtier.testing.engine_double import wait_until
 from kvtier.types import ReadRequest, WriteItem
 from tests.lib.daemon import Daemon, daemon
 
@@ -77,8 +78,11 @@ async def store(running: Daemon, folder: Path, name: str, *, all_of_it: bool = T
     outcomes = await connector.write(items)
     await connector.close()
     assert outcomes == [None] * len(KEYS) or not all_of_it
-    while running.get("/v1/stats", OPERATOR)["cache"]["writes_queued"]:
-        pass
+
+    def written() -> bool:
+        return not running.get("/v1/stats", OPERATOR)["cache"]["writes_queued"]
+
+    wait_until(written, "something is not written")
 
 
 async def held(running: Daemon, folder: Path, name: str) -> list[bool]:
@@ -262,3 +266,22 @@ async def test_verify_finds_what_is_spoiled(running: Daemon, folder: Path, who: 
     assert [each["file"] for each in told["findings"]] == [spoiled.name]
     spoiled.write_bytes(sound)
     assert CliRunner().invoke(app, ["verify", running.http, *options]).exit_code == 0
+
+
+async def test_a_remote_gives_back_what_was_evicted_and_forgets_what_is_invalidated(
+    folder: Path, who: Who, tmp_path: Path
+) -> None:
+    options = (f"--token-file={folder}/tokens", f"--admin-token-file={folder}/operators")
+    with daemon(*options, f"--remote=file://{tmp_path}") as running:
+        await store(running, folder, who.ann)
+        body = {"objects": {"keys": HEX}}
+        assert ok(running.ask("POST", "/v1/evict", body, who.ann_token))["evicted"] == 8
+        assert of(running, who.ann)["dram_bytes"] == 0
+        absent = ok(running.ask("POST", "/v1/pin", {**body, "seconds": 60}, who.ann_token))
+        assert (absent["pinned"], absent["absent"]) == (0, 8), "it lies in neither tier of ours"
+        assert ok(running.ask("POST", "/v1/warm", body, who.ann_token))["warmed"] == 8
+        assert of(running, who.ann)["dram_bytes"] >= 8 * MIB
+        told = ok(running.ask("POST", "/v1/invalidate", body, who.ann_token))
+        assert (told["removed"], told["busy"]) == (8, 0)
+        assert await held(running, folder, who.ann) == [False] * 8
+        assert running.stop() == 0

@@ -77,7 +77,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_a_file_that_cannot_be_is_refused_by_name(tmp_path: Path, text: str) -> None:
+def test_b113_a_file_that_cannot_be_is_refused_by_name(tmp_path: Path, text: str) -> None:
     file = tmp_path / "kvtier.toml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=REFUSED[text]) as caught:
