@@ -13,9 +13,14 @@ from hypothesis import strategies as st
 
 from kvtier.constants import ARENA_OWNERS_MAX
 from kvtier.errors import ConfigError
+from kvtier.policies.lru import LRU
+from kvtier.testing.clock import FakeClock
+from kvtier.testing.policy_machine import chunk_key
 from kvtier.tiers.arena import Arena
+from kvtier.tiers.dram import DramTier
 from kvtier.tiers.memory import available_bytes
 from kvtier.tiers.owned_memory import OwnedMemory, Region
+from kvtier.types import ChunkKey, Entry, Features, ShardId
 
 PAGE = 4096
 ANN, BEN = b"ann", b"ben"
@@ -151,6 +156,32 @@ def test_a_slab_is_one_owners() -> None:
 def test_an_arena_of_one_piece_has_no_regions() -> None:
     arena = Arena(4 * PAGE)
     assert arena.region_at(0) is None
+    arena.close()
+
+
+def test_another_owner_gets_one_slab_and_not_a_slot_of_each() -> None:
+    """Slots of its size lie in slabs of somebody else: emptying one slab is what helps."""
+    clock = FakeClock()
+    left: list[ChunkKey] = []
+    arena = Arena(16 * PAGE, slab_bytes=4 * PAGE, owner=ANN)
+    tier = DramTier(arena, LRU, clock, left.append, owner_of=lambda namespace: namespace)
+
+    def store(number: int, owner: bytes) -> None:
+        clock.advance(1.0)
+        entry = Entry(chunk_key(number), None, PAGE, 0)
+        record = tier.reserve(entry, owner, "raw", {ShardId(0, 0, 0): PAGE})
+        assert record is not None
+        tier.commit(record)
+
+    for number in range(16):
+        store(number, ANN)
+    for number in sorted(range(16), key=lambda each: each % 4):  # The coldest, one of each slab.
+        clock.advance(1.0)
+        tier.touch([chunk_key(number)], Features())
+    store(16, BEN)
+    # One for its bytes, and a slab of four.
+    assert len(left) <= 5
+    tier.check_integrity()
     arena.close()
 
 
