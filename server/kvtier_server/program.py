@@ -92,10 +92,14 @@ async def _serve(
         )
 
     live = Live(config, read, cache, plane, [each for each in contexts if each is not None])
-    stopping = asyncio.Event()
+    stopping, hurrying = asyncio.Event(), asyncio.Event()
+
+    def stop() -> None:
+        (hurrying if stopping.is_set() else stopping).set()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopping.set)
+        loop.add_signal_handler(number, stop)
     reloads: set[asyncio.Task[None]] = set()
     loop.add_signal_handler(signal.SIGHUP, _begin_reload, live, reloads, say)
     check = DiskCheck(() if config.cache.disk is None else config.cache.disk.paths)
@@ -113,10 +117,18 @@ async def _serve(
             await stopping.wait()
             drain_s = live.config.drain_s
             say(f"kvtier daemon: stopping; what runs has {drain_s:g} s to end")
-            await plane.drain(drain_s)
+            await _drain(plane, drain_s, hurrying)
     finally:
         await check.stop()
         await plane.drain(0)
+
+
+async def _drain(plane: DataPlane, seconds: float, hurrying: asyncio.Event) -> None:
+    """Drain within the time, or until somebody has asked for the second time."""
+    loop = asyncio.get_running_loop()
+    both = {loop.create_task(plane.drain(seconds)), loop.create_task(hurrying.wait())}
+    for task in (await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED))[1]:
+        task.cancel()
 
 
 def _begin_reload(live: Live, reloads: set[asyncio.Task[None]], say: Say) -> None:

@@ -347,3 +347,17 @@ def test_b100_beyond_this_machine_operators_are_served_with_tls(
         told = CliRunner().invoke(app, ["ls", plain, f"--token-file={tokens}"])
         assert "no answer of a server" in str(told.exception)
         assert running.stop() == 0
+
+
+def test_a_server_that_is_told_twice_to_stop_waits_for_nobody() -> None:
+    with (
+        daemon("--drain-seconds=600") as running,
+        closing(WireClient(running.urls[0]).hello()) as client,
+    ):
+        client.send(Write(1, b"key"), b"x", announced=1 << 20)
+        running.process.send_signal(signal.SIGTERM)
+        running.wait_for_line("stopping; what runs has 600 s")
+        assert running.process.poll() is None
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(20) == 0
+        assert client.take() is None
