@@ -47,7 +47,8 @@ def opened(browser: Browser, server: ToldServer, **options: Any) -> Iterator[Pag
         "console",
         lambda said: wrong.append(said.text) if "Failed to load" not in said.text else None,
     )
-    page.clock.install()
+    page.clock.install(time=0)
+    page.clock.pause_at(1)
     page.goto(f"{ADDRESS}/")
     yield page
     context.close()

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, expect, sync_playwright
 
+#: What a page is given to show something, however busy the machine is.
+EXPECT_MS = 30_000
 _PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 #: It asks for nothing of the network by itself.
 OPTIONS = (
@@ -38,6 +40,7 @@ def browsing() -> Iterator[Browser]:
     before, or in another thread.
     """
     assert _PROGRAM is not None, "there is no Chromium"
+    expect.set_options(timeout=EXPECT_MS)
     # Its sandbox needs another user than root.
     options = [*OPTIONS, *(["--no-sandbox"] if os.geteuid() == 0 else [])]
     with sync_playwright() as playwright:
