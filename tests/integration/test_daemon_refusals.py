@@ -20,6 +20,7 @@ from kvtier.constants import (
     CONTROL_REQUESTS_MAX,
     CONTROL_WARM_S_MAX,
 )
+from kvtier.testing.engine_double import wait_until
 from tests.lib.daemon import Daemon, daemon
 
 EVERYTHING = {"objects": {"all": True}}
@@ -72,12 +73,16 @@ def test_connections_beyond_the_limit_are_told_to_come_later(bare: Daemon) -> No
             bare.get("/ready")
         assert caught.value.code == 503
         caught.value.close()
-    while True:  # Until the server has seen that they are gone.
+
+    def served() -> bool:
         try:
-            assert bare.get("/ready") == {"ready": True}
-            break
+            bare.get("/ready")
         except urllib.error.HTTPError as error:
             error.close()
+            return False
+        return True
+
+    wait_until(served, "the server has not seen that they are gone")
 
 
 def test_a_page_of_another_place_changes_nothing(bare: Daemon) -> None:
