@@ -65,6 +65,9 @@ SCRATCH_BUFFERS_KEPT: Final = 8
 LOAD_DEADLINE_S_DEFAULT: Final = 5.0
 PENDING_DEADLINE_S_DEFAULT: Final = 2.0
 STORE_DEADLINE_S: Final = 10.0
+#: What giving a GPU its moves takes of an engine's thread whenever it looks; plans at once.
+COPY_TURN_S: Final = 0.002
+PLANS_IN_TURN_MAX: Final = 16
 WRITE_DEADLINE_S: Final = 10.0
 CLOSE_DEADLINE_S_DEFAULT: Final = 10.0
 # What the last one to be closed gets, where others have taken all of that.

@@ -184,6 +184,8 @@ class Load:
 
     def bring(self) -> None:
         """Start the next chunks on their way up, a few at a time; under the cache's lock."""
+        if self._context.clock.now() >= self._deadline:
+            return  # A read that is overdue as it begins would be taken for a tier that hangs.
         coming = ahead_bytes = 0
         self._waits_for_room = False
         for index, piece in enumerate(self._pieces[: self._failed_at]):

@@ -8,10 +8,11 @@ from kvtier.types import MissReason
 
 
 class Loads:
-    """Owns the set of loads that are not over. Used under the cache's lock."""
+    """Owns the loads that are not over, the oldest first. Used under the cache's lock."""
 
     def __init__(self) -> None:
-        self._active: set[Load] = set()
+        # A set's order would be that of addresses: which load gets the room has to be decided.
+        self._active: list[Load] = []
 
     @property
     def count(self) -> int:
@@ -21,7 +22,7 @@ class Loads:
     def add(self, load: Load) -> None:
         """Follow a load until it is over."""
         self._forget_ended()
-        self._active.add(load)
+        self._active.append(load)
 
     def keep_deadlines(self) -> None:
         """End what is overdue, even if nobody polls it any more."""
@@ -30,7 +31,7 @@ class Loads:
             load.keep_deadline()
 
     def bring(self) -> None:
-        """Start what has room now, also while the engine computes and polls nothing."""
+        """Start what has room now, the oldest load's first, also while its engine polls nothing."""
         for load in self._active:
             load.bring()
 
@@ -46,4 +47,4 @@ class Loads:
                 load.end(MissReason.ABSENT)
 
     def _forget_ended(self) -> None:
-        self._active = {load for load in self._active if load.outcome is None}
+        self._active = [load for load in self._active if load.outcome is None]

@@ -1,7 +1,8 @@
 """The hands beside an engine's pool: executes plans, one worker per rank.
 
 Plans and results are plain data, so the worker may live in another process than the cache; it
-maps the arena there. Copies run in one thread of its own, in the order of the plans.
+maps the arena there. Copies of the host run in one thread of its own, in the order of the plans;
+those of a GPU run by themselves, and are asked for in turns of the caller (``turns``).
 """
 
 from __future__ import annotations
@@ -9,11 +10,23 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
 
+from kvtier.cache.turns import Turns
 from kvtier.clock import SystemClock
-from kvtier.codecs.gpu import GpuMover, Shipment, batches, cuda_mover, mark, one_by_one
+from kvtier.codecs.gpu import (
+    GpuMover,
+    Shipment,
+    StripedCodec,
+    Wait,
+    batches,
+    cuda_mover,
+    mark,
+    one_by_one,
+)
 from kvtier.codecs.known import KnownCodecs
 from kvtier.errors import CodecError, KVTierError
 from kvtier.interfaces import Clock, PagedPool
@@ -22,13 +35,6 @@ from kvtier.types import Direction, MissReason, Move, Moved, Part, Placement, Pl
 _log = logging.getLogger("kvtier.worker")
 
 _DLPACK_CUDA = 2
-
-
-class _Asked(NamedTuple):
-    """A plan, and what the pool's stream had been given when it was asked for; on a CPU None."""
-
-    plan: Plan
-    after: Any
 
 
 class CacheWorker:
@@ -55,8 +61,11 @@ class CacheWorker:
         self._pinned: memoryview | None = None
         self._codecs = codecs or KnownCodecs()
         self._cuda = False
-        self._mover: GpuMover | None = None
-        self._plans: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        self._turns = Turns(self._clock)
+        self._turning = threading.Lock()
+        # One for each thread that moves: the caller's, and our own.
+        self._movers: dict[bool, GpuMover] = {}
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvtier-copy", daemon=True)
         self._thread.start()
@@ -68,7 +77,7 @@ class CacheWorker:
         which blocks for that long; where it is refused, copies are slower.
         """
         self._pool = pool
-        self._mover = None
+        self._movers = {}
         self._cuda = _on_cuda(pool)
         if not self._asked_to_pin and self._cuda:
             from kvtier_kernels import pinned
@@ -84,11 +93,22 @@ class CacheWorker:
         On CUDA it starts after all that the pool's stream has been given before this call, by this
         thread or another: what wrote the blocks of a store, what last read those of a load.
         """
-        if self._placement.worker in plan.workers:
-            self._plans.put(_Asked(plan, self._mark()))
+        if self._placement.worker not in plan.workers:
+            return
+        after = mark(self._pool) if self._pool is not None and self._cuda else None
+        if not self._goes_in_turns(plan):
+            self._jobs.put(partial(self._carry_whole, plan, after))
+            return
+        with self._turning:
+            self._turns.add(self._carry_boundary(plan, after, in_turns=True))
+        self._turn()
 
     def poll(self) -> list[Result]:
-        """Return the results since the last poll, in the order of their plans."""
+        """Return the results since the last poll; on CUDA, give the device more of its moves.
+
+        That takes ``COPY_TURN_S`` of the caller, and waits for nothing.
+        """
+        self._turn()
         results: list[Result] = []
         while not self._results.empty():
             results.append(self._results.get())
@@ -96,7 +116,10 @@ class CacheWorker:
 
     def close(self) -> None:
         """Finish the plans that were taken on, then end. A second call does nothing."""
-        self._plans.put(None)
+        with self._turning:
+            for result in self._turns.finish():
+                self._results.put(result)
+        self._jobs.put(None)
         self._thread.join()
         if self._pinned is not None:
             from kvtier_kernels import pinned
@@ -105,25 +128,50 @@ class CacheWorker:
             self._pinned = None
 
     def _run(self) -> None:
-        while (asked := self._plans.get()) is not None:
-            self._results.put(self._perform_boundary(asked.plan, asked.after))
+        while (job := self._jobs.get()) is not None:
+            job()
 
-    def _mark(self) -> Any:
-        """What the pool's stream was given so far. Makes the mover before the first plan."""
-        if self._pool is None or not self._cuda:
-            return None
-        if self._mover is None:
-            self._mover = cuda_mover(self._pool)
-        return mark(self._pool)
+    def _goes_in_turns(self, plan: Plan) -> bool:
+        """Whether the device makes all of the moves by itself, with nothing to do for the host."""
+        if self._pinned is None:
+            return False
+        try:
+            codecs = [self._codecs.get(name) for name in {m.codec for m in self._mine(plan)}]
+        except KVTierError:
+            return False  # It will be the plan's result.
+        return all(isinstance(codec, StripedCodec) for codec in codecs)
 
-    def _perform_boundary(self, plan: Plan, after: Any) -> Result:
-        """Execute one plan; whatever happens becomes its result, because the cache waits for it."""
+    def _turn(self) -> None:
+        with self._turning:
+            for result in self._turns.turn():
+                self._results.put(result)
+
+    def _carry_whole(self, plan: Plan, after: Any) -> None:
+        turns = Turns(self._clock)
+        turns.add(self._carry_boundary(plan, after, in_turns=False))
+        for result in turns.finish():
+            self._results.put(result)
+
+    def _carry_boundary(
+        self, plan: Plan, after: Any, *, in_turns: bool
+    ) -> Generator[Wait, None, Result]:
+        """Carry out one plan; whatever happens becomes its result, because the cache waits for it.
+
+        Pauses as ``GpuMover.moving`` does.
+        """
         worker = self._placement.worker
         began = self._clock.now()
         try:
-            if not self._ship(plan, after):
+            if not (yield from self._ship(plan, after, in_turns=in_turns)):
                 return Result(plan.plan_id, worker, ok=False, reason=MissReason.DEADLINE)
-            if plan.direction is Direction.STORE:
+            moved = _moved(plan, worker, self._clock.now() - began)
+            if plan.direction is Direction.STORE and in_turns:
+                # To learn is to compute: not the caller's work.
+                taught: Future[None] = Future()
+                self._jobs.put(partial(self._teach_boundary, plan, taught))
+                yield taught.done
+                taught.result()
+            elif plan.direction is Direction.STORE:
                 self._teach(plan)
         except CodecError as error:
             return Result(plan.plan_id, worker, False, MissReason.CODEC, str(error))
@@ -133,7 +181,6 @@ class CacheWorker:
         except Exception as error:
             _log.exception("plan %d failed", plan.plan_id)
             return Result(plan.plan_id, worker, False, MissReason.WORKER, repr(error))
-        moved = _moved(plan, worker, self._clock.now() - began)
         return Result(plan.plan_id, worker, ok=True, moved=moved)
 
     def _shipment(self, move: Move) -> Shipment:
@@ -141,7 +188,7 @@ class CacheWorker:
         payload = self._arena[start : move.slot.offset + move.slot.nbytes]
         return Shipment(self._codecs.get(move.codec), move, payload)
 
-    def _ship(self, plan: Plan, after: Any) -> bool:
+    def _ship(self, plan: Plan, after: Any, *, in_turns: bool) -> Generator[Wait, None, bool]:
         """Make the worker's moves, on CUDA as many together as go; False after the deadline."""
         assert self._pool is not None, "a plan before a pool"
 
@@ -149,13 +196,25 @@ class CacheWorker:
             return self._clock.now() >= plan.deadline
 
         shipments = map(self._shipment, self._mine(plan))
-        if self._mover is not None:
-            return self._mover.move(plan.direction, batches(shipments), after, late)
+        if self._cuda:
+            if in_turns not in self._movers:
+                self._movers[in_turns] = cuda_mover(self._pool)
+            mover = self._movers[in_turns]
+            return (yield from mover.moving(plan.direction, batches(shipments), after, late))
         for shipment in shipments:
             if late():
                 return False
             one_by_one(plan.direction, [shipment], self._pool)
         return True
+
+    def _teach_boundary(self, plan: Plan, taught: Future[None]) -> None:
+        """Have codecs learn in our own thread, and pass on what happens to who waits for it."""
+        try:
+            self._teach(plan)
+        except Exception as error:  # It is raised where the plan's result is made.
+            taught.set_exception(error)
+        else:
+            taught.set_result(None)
 
     def _teach(self, plan: Plan) -> None:
         """Show codecs that learn what was stored; a second packing, for the disk, is no news."""

@@ -13,8 +13,9 @@ failed, and the engine, which holds them until it knows, computes them.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 from kvtier.codecs.paged import as_our_error, as_tensor, move_span, section_layers
@@ -35,6 +36,8 @@ BATCH_BYTES_MAX: Final = 1 << 31
 BATCH_MOVES_MAX: Final = 256
 #: Batches that the device works on while the host lays out the next one.
 _BATCHES_UNDER_WAY: Final = 1
+#: What a pause says: go on at any time; or once this is true.
+Wait = Callable[[], bool] | None
 #: Kinds of moves whose tables are kept: one for each KV group, codec and cut, as a rule.
 _PATTERNS_MAX: Final = 64
 
@@ -86,7 +89,7 @@ class _PoolOn:
 
 
 class GpuMover:
-    """Moves for one pool. ``mark`` may be any thread's, ``move`` is one thread's at a time.
+    """Moves for one pool. ``mark`` may be any thread's, all else is one thread's at a time.
 
     ``reaches`` tells whether kernels reach memory of the host, by address and length, ``ways``
     chooses by codec and direction.
@@ -114,16 +117,35 @@ class GpuMover:
         after: Any,
         late: Callable[[], bool] = lambda: False,
     ) -> bool:
+        """Do as ``moving`` says in one go."""
+        steps = self.moving(direction, kinds, after, late)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return bool(end.value)
+
+    def moving(
+        self,
+        direction: Direction,
+        kinds: Iterable[Sequence[Shipment]],
+        after: Any,
+        late: Callable[[], bool],
+    ) -> Generator[Wait, None, bool]:
         """Make moves, as ``batches`` gives them, after ``after``; False: it had become ``late``.
 
         Returns at their end. Raises what the codec's ``pack`` and ``unpack`` do; payloads or
-        blocks, of all of the moves, are undefined then.
+        blocks, of all of the moves, are undefined then. Pauses with None while it gives the device
+        work, and nobody else may then; and where it would wait, with what tells when that is over.
         """
         under_way: deque[tuple[Shipment, Running]] = deque()
         lane = self._lanes[direction]
 
-        def finish() -> None:
-            shipment, running = under_way.popleft()
+        def finish() -> Iterator[Wait]:
+            shipment, running = under_way[0]
+            if not lane.ended(running):
+                yield partial(lane.ended, running)
+            under_way.popleft()
             if not lane.finish(running):
                 raise CodecError(f"{shipment.codec.name} cannot pack some of the values")
 
@@ -131,13 +153,13 @@ class GpuMover:
             for shipments in kinds:
                 if late():
                     return False
-                started = self._start(direction, shipments, after)
+                started = yield from self._start(direction, shipments, after)
                 if started is not None:
                     under_way.append((shipments[0], started))
                 if len(under_way) > _BATCHES_UNDER_WAY:
-                    finish()
+                    yield from finish()
             while under_way:
-                finish()
+                yield from finish()
             return True
         finally:
             for _, running in under_way:
@@ -145,7 +167,7 @@ class GpuMover:
 
     def _start(
         self, direction: Direction, shipments: Sequence[Shipment], after: Any
-    ) -> Running | None:
+    ) -> Generator[None, None, Running | None]:
         """Begin with one batch, or have its codec move it, and then it has ended."""
         assert 0 < len(shipments) <= BATCH_MOVES_MAX, "a batch is bounded"
         first = shipments[0]
@@ -160,7 +182,8 @@ class GpuMover:
         direct = reached and (way.direct or stores_part)
         with as_our_error(first.move):
             batch = self.batch(direction, shipments)
-            return self._lanes[direction].start(batch, replace(way, direct=direct), after)
+            lane = self._lanes[direction]
+            return (yield from lane.start(batch, replace(way, direct=direct), after))
 
     def _by_codec(self, direction: Direction, shipments: Sequence[Shipment], after: Any) -> None:
         """Have the codec move one after the other, on this direction's stream."""

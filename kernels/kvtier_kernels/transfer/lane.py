@@ -14,7 +14,7 @@ given to somebody else. A batch may be started while the one before it is under 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,6 +51,9 @@ class Queues(Protocol):
 
     def wait(self, mark: Any, *, copies: bool) -> None:
         """Start what a queue is given from now on only when the marked work has ended."""
+
+    def ended(self, mark: Any) -> bool:
+        """Tell whether the marked work has ended."""
 
     def finish(self, mark: Any) -> None:
         """Wait in this thread until the marked work has ended."""
@@ -90,6 +93,10 @@ class CudaQueues:
     def wait(self, mark: torch.cuda.Event, *, copies: bool) -> None:
         """Have a stream wait for an event."""
         self._streams[copies].wait_event(mark)
+
+    def ended(self, mark: torch.cuda.Event) -> bool:
+        """Ask the event."""
+        return bool(mark.query())  # type: ignore[no-untyped-call]
 
     def finish(self, mark: torch.cuda.Event) -> None:
         """Sleep until then."""
@@ -190,9 +197,10 @@ class Lane:
         self._left: list[Any] = [None, None]
         self._slices = 0
 
-    def start(self, batch: Batch, way: Way, after: Any) -> Running:
-        """Begin to move a batch once the marked work has ended.
+    def start(self, batch: Batch, way: Way, after: Any) -> Generator[None, None, Running]:
+        """Begin to move a batch once the marked work has ended; pauses slice by slice.
 
+        While it pauses the device works on, and nothing else may be started here.
         Direct ways need payloads that kernels reach, and staged ones whole sections to store.
         Raises only when nothing of the batch is under way; what its targets hold is undefined then.
         """
@@ -209,11 +217,15 @@ class Lane:
                 replace(strip, stripe=way.shaped(strip.stripe)) for strip in batch.pattern.strips
             ]
             work = _Work(batch, strips, way.programs, blocks, failed)
-            self._direct(work) if way.direct else self._staged(work)
+            yield from self._direct(work) if way.direct else self._staged(work)
             with queues.run(copies=False):
                 told.copy_(failed, non_blocking=True)
             failing.pop_all()
         return Running(batch, told, self._marks())
+
+    def ended(self, running: Running) -> bool:
+        """Tell whether ``finish`` need not wait."""
+        return all(self.queues.ended(mark) for mark in running.marks)
 
     def finish(self, running: Running) -> bool:
         """Wait until a batch has ended; False: some values cannot be packed.
@@ -232,15 +244,16 @@ class Lane:
         for mark in marks:
             self.queues.finish(mark)
 
-    def _direct(self, work: _Work) -> None:
+    def _direct(self, work: _Work) -> Iterator[None]:
         batch = work.batch
         offsets = [place.offset for place in batch.pattern.sections]
         for shards in _parts(len(batch.payloads)):
             units = [(section, shard) for section in range(len(offsets)) for shard in shards]
             bases = [int(batch.addresses[shard]) + offsets[section] for section, shard in units]
             self._launch(work, self._jobs(work, units, bases))
+            yield
 
-    def _staged(self, work: _Work) -> None:
+    def _staged(self, work: _Work) -> Iterator[None]:
         """Slice by slice, each in the buffer that the slice before the last has left.
 
         The first ones are small: until the first has passed, one queue has nothing to do.
@@ -269,8 +282,9 @@ class Lane:
                 kernels = partial(self._launch, work, some)
                 copies = partial(self._copy, batch, runs, half * buffer)
                 self._left[buffer] = self._chain(kernels, copies, self._left[buffer])
+                self._slices += 1
                 first_row = part.stop
-            self._slices += len(slices)
+                yield
 
     def _make_room(self, nbytes: int) -> None:
         if self._staging.numel() < nbytes:
