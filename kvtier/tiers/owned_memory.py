@@ -191,6 +191,9 @@ class OwnedMemory:
         if _libc.mmap(where, nbytes, access, flags, file.writable, start) != where:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
+        if self.huge:  # The advice was that of what lay there before. It is no more than that.
+            with contextlib.suppress(OSError):
+                self._mapping.madvise(mmap.MADV_HUGEPAGE, start, nbytes)
 
     def _foreign(self, start: int, end: int, owner: bytes) -> list[tuple[int, int]]:
         """Return the parts of a range that are not an owner's."""
