@@ -1,6 +1,6 @@
 """How fast do shards go into each store and come back, beside the store's own limit and peers?
 
-Four shards a round, of a SmolLM2's size (5.6 MiB) and of an 8B model's (32 MiB), all ways in turns:
+Four new shards a round, of a SmolLM2's size (5.6 MiB) or an 8B model's (32 MiB), all ways in turns:
 
     redis_tcp, redis_unix   ours; a bare RESP loop over one socket, a value per shard and one per
                             MiB; redis-py; over TCP LMCache's ``resp`` adapter
@@ -157,6 +157,7 @@ def one_round(
     """Return the seconds that the shards took to go and to come."""
     for each in into:
         each[:] = bytes(len(each))
+    way.clear(len(shards))
     start = time.perf_counter()
     way.write(shards)
     written = time.perf_counter() - start

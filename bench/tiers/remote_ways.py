@@ -31,6 +31,10 @@ class Way(Protocol):
 
     def read(self, into: Sequence[memoryview]) -> None: ...
 
+    def clear(self, count: int) -> None:
+        """Delete the shards of the last round: what a cache writes is new."""
+        ...
+
 
 class ByConnector:
     """Ours: a batch to write, a batch to read, in a loop of its own."""
@@ -51,6 +55,10 @@ class ByConnector:
         if outcomes != [len(each) for each in into]:
             raise SystemExit(f"gate: a read failed: {outcomes}")
 
+    def clear(self, count: int) -> None:
+        keys = [b"shard%d" % n for n in range(count)]
+        self._loop.run_until_complete(self._connector.delete(keys))
+
     def close(self) -> None:
         self._loop.run_until_complete(self._connector.close())
 
@@ -69,10 +77,12 @@ class ByRawResp:
         if not unix:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._part_bytes = part_bytes
+        self._names: list[bytes] = []
 
     def write(self, shards: Sequence[memoryview]) -> None:
         for number, data in enumerate(shards):
             parts = self._parts(number, data)
+            self._names += [name for name, _ in parts]
             for name, part in parts:
                 head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, len(part))
                 self._socket.sendall(head)
@@ -92,6 +102,13 @@ class ByRawResp:
                 while done < len(part):
                     done += self._socket.recv_into(part[done:])
                 self._expect(b"\r\n")
+
+    def clear(self, count: int) -> None:
+        del count
+        for name in self._names:
+            self._socket.sendall(b"*2\r\n$6\r\nUNLINK\r\n$%d\r\n%b\r\n" % (len(name), name))
+            self._expect(b":1\r\n")
+        self._names.clear()
 
     def close(self) -> None:
         self._socket.close()
@@ -122,6 +139,9 @@ class ByRedisPy:
             found: Any = self._client.get(b"redis-py%d" % number)
             target[:] = found
 
+    def clear(self, count: int) -> None:
+        self._client.unlink(*(b"redis-py%d" % number for number in range(count)))
+
     def close(self) -> None:
         self._client.close()
 
@@ -139,6 +159,10 @@ class ByBoto3:
     def read(self, into: Sequence[memoryview]) -> None:
         for number, target in enumerate(into):
             target[:] = self._client.get_object(Bucket=BUCKET, Key=f"boto3/{number}")["Body"].read()
+
+    def clear(self, count: int) -> None:
+        for number in range(count):
+            self._client.delete_object(Bucket=BUCKET, Key=f"boto3/{number}")
 
 
 class ByBoto3Threads:
@@ -158,6 +182,10 @@ class ByBoto3Threads:
             for start in range(0, len(target), RANGE_BYTES)
         ]
         list(self._pool.map(lambda job: self._read_range(*job), jobs))
+
+    def clear(self, count: int) -> None:
+        for number in range(count):
+            self._client.delete_object(Bucket=BUCKET, Key=f"threads/{number}")
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -196,6 +224,9 @@ class ByObstore:
     def read(self, into: Sequence[memoryview]) -> None:
         list(self._pool.map(self._read_one, range(len(into)), into))
 
+    def clear(self, count: int) -> None:
+        self._store.delete([f"obstore/{number}" for number in range(count)])
+
     def close(self) -> None:
         self._pool.shutdown()
 
@@ -225,3 +256,7 @@ class ByPlainFiles:
         for number, target in enumerate(into):
             with (self._folder / str(number)).open("rb", buffering=0) as file:
                 file.readinto(target)
+
+    def clear(self, count: int) -> None:
+        for number in range(count):
+            (self._folder / str(number)).unlink(missing_ok=True)
