@@ -23,6 +23,7 @@ def test_after_a_restart_it_comes_from_disk_and_corrupt_files_change_no_token(
     asked = prompts(rng, families=1, members=2, shared=100, own=30)
     table = tier_table(tmp_path / "kv")
     cold, _ = served(table, asked, None, asked[:1])
+    assert len(list((tmp_path / "kv").rglob("*.kvs"))) >= 5, "one for each block of the prompts"
     (again,) = served(table, asked)
     assert again.tokens == cold.tokens
     assert again.cached[0] == whole(asked[0])

@@ -15,7 +15,10 @@ PROGRAM: Final = ROOT / "tests" / "engines" / "vllm_tier_program.py"
 
 
 def tier_table(folder: Path, **options: Any) -> dict[str, Any]:
-    """The secondary tier as a user writes it; it keeps what it has when vLLM resets its cache."""
+    """The secondary tier as a user writes it; it keeps what it has when vLLM resets its cache.
+
+    Patient: how soon it gives up is tried elsewhere, on machines that are busy as well.
+    """
     return {
         "type": "KVTierTier",
         "module_path": "kvtier_adapters.vllm_tier",
@@ -23,6 +26,8 @@ def tier_table(folder: Path, **options: Any) -> dict[str, Any]:
         "dram": "256MiB",
         "disk": str(folder),
         "disk_bytes": "2GiB",
+        "load_deadline_s": 60,
+        "lookup_deadline_s": 30,
         "weights_id": "smollm2-135m",
         **options,
     }
