@@ -110,7 +110,9 @@ def _shown(asked: urllib.request.Request, now: Said, before: Said | None) -> Gro
 
 
 def _strange(asked: urllib.request.Request) -> TierUnavailableError:
-    return TierUnavailableError(f"{asked.full_url}: the answer is not one of kvtier-serve or kvtier daemon")
+    return TierUnavailableError(
+        f"{asked.full_url}: the answer is not one of kvtier-serve or kvtier daemon"
+    )
 
 
 def _show_rest(path: Path, *, json_output: bool) -> None:

@@ -59,10 +59,10 @@ def test_settings_at_fault_end_with_two_and_one_line(arguments: list[str], part:
     assert "Traceback" not in told.stderr
 
 
-def test_a_taken_port_ends_with_one_before_the_model_is_loaded() -> None:
+def test_a_taken_port_ends_with_one_before_the_model_is_loaded(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        told = refused("--port", str(port), "--model", "/nowhere")
+        told = refused("--port", str(port), "--model", str(tmp_path))
     assert told.returncode == 1
     (line,) = told.stderr.splitlines()
     assert f"127.0.0.1 port {port}" in line
