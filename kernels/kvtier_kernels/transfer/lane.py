@@ -256,13 +256,15 @@ class Lane:
     def _staged(self, work: _Work) -> Iterator[None]:
         """Slice by slice, each in the buffer that the slice before the last has left.
 
-        The first ones are small: until the first has passed, one queue has nothing to do.
+        The first ones are small where no batch goes before: until the first has passed, one queue
+        has nothing to do.
         """
         batch = work.batch
         half = max(self._staging_bytes, *(_lines(place.nbytes) for place in batch.pattern.sections))
         self._make_room(2 * half)
+        idle = all(left is None or self.queues.ended(left) for left in self._left)
         for shards in _parts(len(batch.payloads)):
-            small = half // _FIRST_SHARE if not shards.start else half
+            small = half // _FIRST_SHARE if idle and not shards.start else half
             slices = list(_slices(batch.pattern, shards, small, half))
             buffers = [(self._slices + nth) % 2 for nth in range(len(slices))]
             starts = [self._staging.data_ptr() + half * buffer for buffer in buffers]
