@@ -16,7 +16,7 @@ PROGRAM = Path(sys.executable).with_name("kvtier")
 def daemon() -> Iterator[str]:
     """Run a daemon as long as the context lasts; give the URL of its connector."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [PROGRAM, "daemon", f"--listen=unix:{folder}/socket", "--dram=64MiB"]
+        command = [str(PROGRAM), "daemon", f"--listen=unix:{folder}/socket", "--dram=64MiB"]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             try:
                 assert process.stderr is not None
