@@ -192,6 +192,15 @@ def remote(orders: dict[str, Any]) -> dict[str, Any]:
         for number in range(4):
             put(number, TOKENS)
         put(4, 5)
+
+    async def give_up(count: int) -> None:
+        for number in range(count):
+            task = asyncio.ensure_future(back_end.connection.get(keys[number % 4]))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run_coroutine_threadsafe(give_up(orders["given_up"]), loop).result(WAIT_S)
     found: dict[str, Any] = {"prefix": back_end.batched_contains(keys)}
     objects = back_end.batched_get_blocking(keys)
     expected = [shape] * 4 + [torch.Size([2, layers, 5, heads * dim])]

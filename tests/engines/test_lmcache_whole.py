@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvtier.cli.main import app
-from tests.lib.lmcache_runs import kvtier_adapter, on_disk, run_lmcache
+from tests.lib.lmcache_runs import ROOT, kvtier_adapter, on_disk, run_lmcache
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -99,3 +101,13 @@ def test_what_an_fs_adapter_kept_is_taken_over(tmp_path: Path) -> None:
     steps = [step("lookup"), step("load"), step("load", [1, 2, 3], salt="acme")]
     answers = run_lmcache("l2", adapter=kvtier_adapter(**on_disk(ours)), steps=steps)
     assert answers == [NUMBERS, ["same"] * 6, ["same", "same", "miss"]]
+
+
+def test_the_bench_beside_lmcaches_own_adapters_runs_small() -> None:
+    command = [sys.executable, "bench/engines/lmcache_l2.py", "--smoke"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    for name in ("kvtier", "kvtier_dram", "fs", "fs_native", "fs_native_direct"):
+        assert f"  {name} " in done.stdout
