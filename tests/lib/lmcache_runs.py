@@ -47,6 +47,8 @@ def run_lmcache(what: str, **orders: Any) -> Any:
     assert (done.returncode, len(lines)) == (0, 1), (
         f"it ended with {done.returncode}:\n{done.stderr[-4000:]}"
     )
+    leaks = (done.stdout + done.stderr).count("is being garbage collected with ref_count")
+    assert not leaks, f"{leaks} buffers of LMCache's were let go instead of given back"
     return json.loads(lines[0].removeprefix("RESULT "))
 
 
