@@ -16,6 +16,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -34,7 +35,7 @@ from kvtier.testing.fault_files import (
     ShortRead,
     TornWrite,
 )
-from kvtier.tiers.disk.files import LocalFiles
+from kvtier.tiers.disk.files import FileInfo, LocalFiles
 from kvtier.types import Placement
 from tests.lib.cache_setup import ErrorLog
 from tests.lib.cache_world import CHUNK, CHUNK_BYTES, NAMESPACES, World, prompt
@@ -53,10 +54,17 @@ LOOK_S = 0.25
 
 
 class InterruptedFiles(LocalFiles):
-    """The operating system's files; while a shard is read the engine goes on."""
+    """The operating system's files; while a shard is read the engine goes on.
+
+    They are listed in the order of their names and as old as these say, whenever they were made.
+    """
 
     def __init__(self, meanwhile: object) -> None:
         self._meanwhile = meanwhile
+
+    def list(self, directory: str) -> list[FileInfo]:
+        found = sorted(super().list(directory), key=lambda file: file.path)
+        return [replace(file, modified_s=_generation(file.path) / 1e9) for file in found]
 
     def read(self, path: str, offset: int, into: memoryview) -> int:
         count = super().read(path, offset, into)
@@ -64,6 +72,12 @@ class InterruptedFiles(LocalFiles):
             assert callable(self._meanwhile)
             self._meanwhile()
         return count
+
+
+def _generation(path: str) -> int:
+    """Return the number of the write that made a shard's file; 0: it is another file."""
+    stem = path.removesuffix(".kvs")
+    return int(stem.rpartition("-")[2], 16) if stem != path else 0
 
 
 class CacheSimulation:

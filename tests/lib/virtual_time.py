@@ -16,14 +16,18 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
-from kvtier.cache import executor
-from kvtier.cache.below import opener
+from kvtier.cache import cache, executor
+from kvtier.cache.below import opener, remote_epochs
+from kvtier.tiers import epoch_record
+from kvtier.tiers.disk import shard_files, volume
 from kvtier.tiers.remote import channel
 
 T = TypeVar("T")
 
 #: How long virtual time may stand still for something that must happen.
 _STUCK_S = 3600.0
+#: The wall clock when a loop's says nought, and the least that passes there between two looks.
+_WALL_S, _LOOK_NS = 1_700_000_000, 1000
 
 
 class _Parked(BaseException):
@@ -70,7 +74,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def end(self) -> None:
         """Cancel all that is left, once it has begun: what has not would be told of."""
-        while left := asyncio.all_tasks(self):
+        while left := sorted(asyncio.all_tasks(self), key=_number):
             self.run_until_complete(asyncio.sleep(0))
             for task in left:
                 task.cancel()
@@ -93,6 +97,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _write_to_self(self) -> None:
         """Nobody sleeps who would have to be woken."""
+
+
+def _number(task: asyncio.Task[Any]) -> int:
+    """Return a task's place in the order in which they were made; a set has none that replays."""
+    return int(task.get_name().removeprefix("Task-"))
 
 
 class PumpedFuture(Future[T]):
@@ -242,6 +251,26 @@ class _Asyncio:
         return future
 
 
+class _Time:
+    """Stands in for the module ``time`` in the modules that look at it themselves."""
+
+    def __init__(self, time: VirtualTime) -> None:
+        self._time = time
+        self._wall_ns = 0
+
+    def monotonic(self) -> float:
+        return self._time.loop.instant
+
+    def time(self) -> float:
+        return self.time_ns() / 1e9
+
+    def time_ns(self) -> int:
+        """Never the same twice: what a process names after it is not what the next one does."""
+        now = _WALL_S * 10**9 + int(self._time.loop.instant * 1e9)
+        self._wall_ns = max(self._wall_ns + _LOOK_NS, now)
+        return self._wall_ns
+
+
 class VirtualTime:
     """Which loop is the present process's, within ``virtual_time``."""
 
@@ -274,8 +303,10 @@ def virtual_time(delay_s: Callable[[str], float]) -> Iterator[VirtualTime]:
         time.loop.pump(lambda: all(future.done() for future in waited), timeout)
 
     threads = _Threading(Event=lambda: _Event(time.loop))
-    shim = _Asyncio(time)
+    shim, clocks = _Asyncio(time), _Time(time)
     with ExitStack() as stack:
+        for module in (cache, executor, remote_epochs, epoch_record, shard_files, volume):
+            stack.enter_context(mock.patch.object(module, "time", clocks))
         for module in (executor, channel, opener):
             stack.enter_context(mock.patch.object(module, "threading", threads))
         for module in (executor, channel):
