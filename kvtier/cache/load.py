@@ -171,8 +171,7 @@ class Load:
         """Pin what a piece is loaded from; False when that lacks a shard, which fails the piece."""
         shards = self._context.shapes.shards(self._layout)
         needed = [shard for shard in sorted(shards) if shard.group in piece.groups]
-        fits = self._match.sequence.takes(record.codec)
-        if not (fits and record.places.keys() >= set(needed)):
+        if not (self.sequence.takes(record.codec) and record.places.keys() >= set(needed)):
             self._fail_from(index, MissReason.ABSENT)
             return False
         piece.record = record
@@ -377,9 +376,8 @@ class Load:
             by_tier[tier] = by_tier.get(tier, 0) + len(piece.tokens)
         failure = self._failure if lost else None
         misses = missed(lost, self._pieces[self._failed_at].tier, failure) if failure else ()
-        codecs = self._context.shapes.codecs
         packed_by = {piece.record.codec for piece in brought if piece.record is not None}
-        if not all(codecs.get(name).traits.exact for name in packed_by):
+        if not all(self._context.shapes.codecs.get(name).traits.exact for name in packed_by):
             self._match.sequence.lossy_chunks = brought[-1].chunk + 1
         outcome = LoadOutcome(start, end, by_tier, misses)
         self._context.counters.note_load(self.sequence.namespace.tenant_salt, outcome)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.clock import SystemClock
 from kvtier.constants import LOAD_CHUNKS_INFLIGHT_MAX
 from kvtier.testing.engine_double import wait_until
 from kvtier.testing.fault_files import FileGate, FileOperation
@@ -72,3 +73,15 @@ def test_one_that_is_cancelled_brings_nothing_more(setup: CacheSetup) -> None:
     settle(engine)
     assert loading.outcome.misses[0].reason is MissReason.CANCELLED
     assert tier_stats(engine.cache, Tier.DRAM).chunks <= LOAD_CHUNKS_INFLIGHT_MAX
+
+
+def test_one_that_is_overdue_blames_no_tier_for_what_it_would_begin(setup: CacheSetup) -> None:
+    engine = setup.on_disk(MANY)
+    reads = setup.files.count(FileOperation.READ)
+    loading = begun(engine, MANY, deadline=SystemClock().now())
+    assert pins(engine) == (0, len(MANY) // CHUNK), "room was made in DRAM for what is too late"
+    engine.drive(loading)
+    assert [miss.reason for miss in loading.outcome.misses] == [MissReason.DEADLINE]
+    settle(engine)
+    assert setup.files.count(FileOperation.READ) == reads
+    assert tier_stats(engine.cache, Tier.DISK).state == "ok"
