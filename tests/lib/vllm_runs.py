@@ -68,7 +68,7 @@ class VllmRun:
         return self
 
     def metrics(self) -> VllmRun:
-        """Have the connector's metrics read."""
+        """Have vLLM's count of preemptions and the connector's metrics read."""
         self._rounds.append({"do": "metrics"})
         return self
 
