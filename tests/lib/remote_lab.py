@@ -66,9 +66,10 @@ class ToyRemote:
         with self._changed:
             self.held.update(operations)
 
-    def release(self) -> None:
+    def release(self, *operations: str) -> None:
+        """Let go on what is held; without ``operations``, all of it."""
         with self._changed:
-            self.held.clear()
+            self.held.difference_update(operations or set(self.held))
             self._changed.notify_all()
 
     def wait_for_calls(self, operation: str, count: int) -> None:

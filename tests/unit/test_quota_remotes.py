@@ -64,6 +64,22 @@ def test_what_others_wrote_is_theirs_to_count(lab: RemoteLab) -> None:
     assert (chunks(first), chunks(second)) == (6, 3)
 
 
+def test_a_job_of_which_nothing_may_be_written_agrees_with_the_books(lab: RemoteLab) -> None:
+    """It still deletes what gives way, which takes as long as the remote does."""
+    engine = lab.open(salt="ours", quota_chunks=8, capacity_bytes=64 * CHUNK_BYTES)
+    wait_until(lambda: not engine.cache.stats().degraded, "it is not listed")
+    stored(engine, tokens_of(1))
+    lab.remote.hold("contains", "delete")
+    engine.store(engine.sequence(tokens_of(1, 1000)))
+    engine.cache.remove(engine.sequence(tokens_of(1)).chunk_keys)
+    engine.cache.tenants.limit(1, {})
+    deletions = lab.remote.calls["delete"]
+    lab.remote.release("contains")
+    lab.remote.wait_for_calls("delete", deletions + 1)
+    wait_until(lambda: bool(refused(engine, Tier.REMOTE)), "nothing is refused")
+    engine.cache.check_integrity()
+
+
 @pytest.mark.parametrize("disk_chunks", [None, 64])
 @pytest.mark.parametrize("bounded", [False, True])
 def test_a_tenant_above_its_quota_gives_way_to_itself_alone(
