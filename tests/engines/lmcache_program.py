@@ -140,84 +140,106 @@ def l2(orders: dict[str, Any]) -> list[Any]:
     return answers
 
 
-def remote(orders: dict[str, Any]) -> dict[str, Any]:
-    """Store and load chunks through LMCache's remote back end; tell what came back."""
-    layers, heads, dim = 2, 2, 32
-    shape = torch.Size([2, layers, TOKENS, heads * dim])
-    metadata = LMCacheMetadata(
-        model_name="org/model",
-        world_size=1,
-        local_world_size=1,
-        worker_id=0,
-        local_worker_id=0,
-        kv_dtype=torch.bfloat16,
-        kv_shape=(layers, 2, TOKENS, heads, dim),
-        chunk_size=TOKENS,
-    )
-    config = LMCacheEngineConfig.from_defaults(
-        max_local_cpu_size=0.02,
-        chunk_size=TOKENS,
-        local_cpu=False,
-        remote_url="plugin://kvtier",
-        remote_serde="naive",
-        remote_storage_plugins=["kvtier"],
-        extra_config={
-            "remote_storage_plugin.kvtier.module_path": "kvtier_adapters.lmcache",
-            "remote_storage_plugin.kvtier.class_name": "KVTierConnector",
-            "kvtier": orders["options"],
-        },
-    )
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    local = LocalCPUBackend(config, metadata, "cpu")
-    back_end = RemoteBackend(config, metadata, loop, local, "cpu")
-    keys = [CacheEngineKey("org/model", 1, 0, number, torch.bfloat16) for number in range(6)]
-    stored = threading.Semaphore(0)
+LAYERS, WIDTH = 2, 64
+#: Tokens of the chunks that are stored; the last one is short.
+CHUNKS = (TOKENS, TOKENS, TOKENS, TOKENS, 5)
 
-    def put(number: int, tokens: int) -> None:
-        part = torch.Size([2, layers, tokens, heads * dim])
-        buffer = local.allocate(part, torch.bfloat16)
-        buffer.tensor.copy_(content(number, part, torch.bfloat16))
-        back_end.batched_submit_put_task(
-            [keys[number]], [buffer], on_complete_callback=lambda *_: stored.release()
+
+class Remote:
+    """LMCache's remote back end with our connector, and a loop as an engine has it."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        metadata = LMCacheMetadata(
+            model_name="org/model",
+            world_size=1,
+            local_world_size=1,
+            worker_id=0,
+            local_worker_id=0,
+            kv_dtype=torch.bfloat16,
+            kv_shape=(LAYERS, 2, TOKENS, 2, WIDTH // 2),
+            chunk_size=TOKENS,
         )
-        if not stored.acquire(timeout=WAIT_S):
+        config = LMCacheEngineConfig.from_defaults(
+            max_local_cpu_size=0.02,
+            chunk_size=TOKENS,
+            local_cpu=False,
+            remote_url="plugin://kvtier",
+            remote_serde="naive",
+            remote_storage_plugins=["kvtier"],
+            extra_config={
+                "remote_storage_plugin.kvtier.module_path": "kvtier_adapters.lmcache",
+                "remote_storage_plugin.kvtier.class_name": "KVTierConnector",
+                "kvtier": options,
+            },
+        )
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread.start()
+        self.local = LocalCPUBackend(config, metadata, "cpu")
+        self.back_end = RemoteBackend(config, metadata, self.loop, self.local, "cpu")
+        self.keys = [CacheEngineKey("org/model", 1, 0, n, torch.bfloat16) for n in range(6)]
+        self.references: set[int] = set()
+
+    def put(self, number: int, tokens: int) -> None:
+        stored = threading.Event()
+        buffer = self.local.allocate(shape_of(tokens), torch.bfloat16)
+        buffer.tensor.copy_(content(number, shape_of(tokens), torch.bfloat16))
+        self.back_end.batched_submit_put_task(
+            [self.keys[number]], [buffer], on_complete_callback=lambda *_: stored.set()
+        )
+        if not stored.wait(WAIT_S):
             raise SystemExit("a put did not end")
-        counts.append(buffer.get_ref_count())
+        self.references.add(buffer.get_ref_count())
         buffer.ref_count_down()
 
-    counts: list[int] = []
-    if orders["store"]:
-        for number in range(4):
-            put(number, TOKENS)
-        put(4, 5)
+    def get(self) -> tuple[list[bool], list[int]]:
+        """Tell which chunks came back right, and which did not come."""
+        objects = self.back_end.batched_get_blocking(self.keys)
+        right = [
+            buffer is not None
+            and same(buffer.tensor, content(number, shape_of(tokens), torch.bfloat16))
+            for number, (buffer, tokens) in enumerate(zip(objects, CHUNKS, strict=False))
+        ]
+        for buffer in objects:
+            if buffer is not None:
+                self.references.add(buffer.get_ref_count())
+                buffer.ref_count_down()
+        return right, [number for number, buffer in enumerate(objects) if buffer is None]
 
-    async def give_up(count: int) -> None:
+    async def give_up(self, count: int) -> None:
+        """Begin gets and cancel them at once, as LMCache does at its time limit."""
         for number in range(count):
-            task = asyncio.ensure_future(back_end.connection.get(keys[number % 4]))
+            task = asyncio.ensure_future(self.back_end.connection.get(self.keys[number % 4]))
             await asyncio.sleep(0)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    asyncio.run_coroutine_threadsafe(give_up(orders["given_up"]), loop).result(WAIT_S)
-    found: dict[str, Any] = {"prefix": back_end.batched_contains(keys)}
-    objects = back_end.batched_get_blocking(keys)
-    expected = [shape] * 4 + [torch.Size([2, layers, 5, heads * dim])]
-    found["same"] = [
-        buffer is not None and same(buffer.tensor, content(number, part, torch.bfloat16))
-        for number, (buffer, part) in enumerate(zip(objects, expected, strict=False))
-    ]
-    found["missing"] = [number for number, buffer in enumerate(objects) if buffer is None]
-    counts += [buffer.get_ref_count() for buffer in objects if buffer is not None]
-    for buffer in objects:
-        if buffer is not None:
-            buffer.ref_count_down()
-    found["removed"] = [back_end.remove(keys[0]), back_end.contains(keys[0])]
-    found["references"] = sorted(set(counts))
-    asyncio.run_coroutine_threadsafe(back_end.connection.close(), loop).result(WAIT_S)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
+    def wait(self, coroutine: Any) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(WAIT_S)
+
+    def close(self) -> None:
+        self.wait(self.back_end.connection.close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+
+
+def shape_of(tokens: int) -> torch.Size:
+    return torch.Size([2, LAYERS, tokens, WIDTH])
+
+
+def remote(orders: dict[str, Any]) -> dict[str, Any]:
+    """Store and load chunks through LMCache's remote back end; tell what came back."""
+    session = Remote(orders["options"])
+    if orders["store"]:
+        for number, tokens in enumerate(CHUNKS):
+            session.put(number, tokens)
+    session.wait(session.give_up(orders["given_up"]))
+    found: dict[str, Any] = {"prefix": session.back_end.batched_contains(session.keys)}
+    found["same"], found["missing"] = session.get()
+    first = session.keys[0]
+    found["removed"] = [session.back_end.remove(first), session.back_end.contains(first)]
+    found["references"] = sorted(session.references)
+    session.close()
     return found
 
 
