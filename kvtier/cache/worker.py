@@ -100,7 +100,7 @@ class CacheWorker:
             self._jobs.put(partial(self._carry_whole, plan, after))
             return
         with self._turning:
-            self._turns.add(self._carry_boundary(plan, after, in_turns=True))
+            self._turns.add(self._carry_boundary(plan, after, in_turns=True), self._cut_short(plan))
         self._turn()
 
     def poll(self) -> list[Result]:
@@ -148,7 +148,7 @@ class CacheWorker:
 
     def _carry_whole(self, plan: Plan, after: Any) -> None:
         turns = Turns(self._clock)
-        turns.add(self._carry_boundary(plan, after, in_turns=False))
+        turns.add(self._carry_boundary(plan, after, in_turns=False), self._cut_short(plan))
         for result in turns.finish():
             self._results.put(result)
 
@@ -182,6 +182,10 @@ class CacheWorker:
             _log.exception("plan %d failed", plan.plan_id)
             return Result(plan.plan_id, worker, False, MissReason.WORKER, repr(error))
         return Result(plan.plan_id, worker, ok=True, moved=moved)
+
+    def _cut_short(self, plan: Plan) -> Result:
+        worker = self._placement.worker
+        return Result(plan.plan_id, worker, False, MissReason.WORKER, "it was interrupted")
 
     def _shipment(self, move: Move) -> Shipment:
         start = move.slot.offset + move.payload_offset

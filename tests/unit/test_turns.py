@@ -9,7 +9,7 @@ import pytest
 from kvtier.cache.turns import Steps, Turns
 from kvtier.constants import COPY_TURN_S, PLANS_IN_TURN_MAX
 from kvtier.testing.clock import FakeClock
-from kvtier.types import Result
+from kvtier.types import MissReason, Result
 
 
 class Device:
@@ -42,6 +42,10 @@ def device(clock: FakeClock) -> Device:
     return Device(clock)
 
 
+def add(turns: Turns, steps: Steps, number: int) -> None:
+    turns.add(steps, Result(number, 0, ok=False, reason=MissReason.WORKER))
+
+
 def numbers(results: list[Result]) -> list[int]:
     return [result.plan_id for result in results]
 
@@ -51,7 +55,7 @@ def test_the_next_plan_is_asked_for_while_the_device_has_the_last(
 ) -> None:
     turns = Turns(clock)
     for number in (1, 2):
-        turns.add(device.plan(number, 2))
+        add(turns, device.plan(number, 2), number)
     assert turns.turn() == []
     assert device.log == ["1.0", "1.1", "2.0", "2.1"]
     device.ended = {2}
@@ -65,8 +69,8 @@ def test_a_turn_takes_a_bounded_time_and_nobody_comes_between_a_plans_slices(
     clock: FakeClock, device: Device
 ) -> None:
     turns = Turns(clock)
-    turns.add(device.plan(1, 5, slice_s=0.6 * COPY_TURN_S))
-    turns.add(device.plan(2, 1))
+    add(turns, device.plan(1, 5, slice_s=0.6 * COPY_TURN_S), 1)
+    add(turns, device.plan(2, 1), 2)
     device.ended = {1, 2}
     before = clock.now()
     assert turns.turn() == []
@@ -80,7 +84,7 @@ def test_a_turn_takes_a_bounded_time_and_nobody_comes_between_a_plans_slices(
 def test_only_so_many_plans_are_begun(clock: FakeClock, device: Device) -> None:
     turns = Turns(clock)
     for number in range(PLANS_IN_TURN_MAX + 2):
-        turns.add(device.plan(number, 1))
+        add(turns, device.plan(number, 1), number)
     turns.turn()
     assert len(device.log) == PLANS_IN_TURN_MAX
     device.ended = {3}
@@ -92,7 +96,27 @@ def test_finishing_waits_for_all(clock: FakeClock, device: Device) -> None:
     """A plan that is asked to go on before its wait is over waits itself."""
     turns = Turns(clock)
     for number in (1, 2, 3):
-        turns.add(device.plan(number, 2))
+        add(turns, device.plan(number, 2), number)
     turns.turn()
     assert sorted(numbers(turns.finish())) == [1, 2, 3]
+    assert turns.finish() == []
+
+
+def test_an_interrupt_of_the_engines_thread_loses_no_result(
+    clock: FakeClock, device: Device
+) -> None:
+    """It is the engine's, and goes through; a plan without a result would never end."""
+
+    def interrupted() -> Steps:
+        yield None
+        raise KeyboardInterrupt
+
+    turns = Turns(clock)
+    device.ended = {1, 3}
+    add(turns, device.plan(1, 1), 1)
+    add(turns, interrupted(), 2)
+    add(turns, device.plan(3, 1), 3)
+    with pytest.raises(KeyboardInterrupt):
+        turns.turn()
+    assert [(each.plan_id, each.ok) for each in turns.turn()] == [(1, True), (2, False), (3, True)]
     assert turns.finish() == []
