@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
@@ -33,7 +34,8 @@ from kvtier.errors import ConfigError, nearest
 from kvtier.types import Placement
 
 _UNITS: Final = {"": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": KIB * GIB}
-_SIZE: Final = re.compile(r"([0-9]+) ?([A-Za-z]*)")
+# Of so many digits as no size has, Python makes no number.
+_SIZE: Final = re.compile(r"([0-9]{1,64}) ?([A-Za-z]*)")
 _SIZE_ALLOWED: Final = "a whole number of bytes, KiB, MiB, GiB or TiB, as in 123, 512MiB, '10 GiB'"
 
 ConfigT = TypeVar("ConfigT")
@@ -368,6 +370,7 @@ def _convert(hint: Any, name: str, value: Any) -> Any:
     if name.endswith("_bytes"):
         return _named(parse_size, name, value)
     if hint is float and type(value) is int:
+        _require(abs(value) <= sys.float_info.max, name, value, "a number that a float holds")
         return float(value)
     _require(type(value) is hint, name, value, f"a {hint.__name__}")
     return value

@@ -69,6 +69,7 @@ def test_parse_size(text: str | int, nbytes: int) -> None:
         "0x10",
         "1_000",
         "\uff11MiB",
+        "9" * 5000,
     ],
 )
 def test_parse_size_refuses(text: str | int) -> None:
@@ -198,6 +199,7 @@ def test_from_a_toml_table() -> None:
         ({"dram_bytes": GIB, "shared": 1}, "shared = 1: allowed is a bool"),
         ({"dram_bytes": GIB, "codec": 3}, "codec = 3: allowed is a str"),
         ({"dram_bytes": GIB, "load_deadline_s": "3"}, "load_deadline_s = '3': allowed is a float"),
+        ({"dram_bytes": GIB, "load_deadline_s": 10**400}, "load_deadline_s = 1.*a float holds"),
         ({"dram_bytes": GIB, "disk": "/data"}, "disk = '/data': allowed is a table"),
         ({"dram_bytes": GIB, "disk": {}}, "disk: .*path"),
         (
