@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -13,7 +14,8 @@ from kvtier.config import TenantQuota
 from kvtier.errors import ConfigError, TierUnavailableError
 from kvtier.keys import tenant_digest
 from kvtier.testing.engine_double import EngineDouble, wait_until
-from kvtier.types import Miss, MissReason, Tier
+from kvtier.tiers.dram import DramTier
+from kvtier.types import ChunkKey, Miss, MissReason, Tier
 from tests.lib.cache_setup import (
     CHUNK,
     CHUNK_BYTES,
@@ -218,6 +220,23 @@ def test_a_tenant_above_its_quota_gives_way_to_itself_alone(
         assert found(ours, range(start, start + 4 * CHUNK)) == 32, "the newest is there"
     assert found(theirs, range(4 * CHUNK)) == 32
     assert refused(ours, Tier.DRAM) == {}
+
+
+def test_what_gives_way_is_put_in_order_once_for_many_stores(
+    setup: CacheSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = setup.open(salt="ours", disk_chunks=None, quota_chunks=8)
+    coldest, orders = DramTier.coldest, mock.Mock()
+
+    def counted(tier: DramTier, namespaces: Collection[bytes]) -> list[ChunkKey]:
+        orders()
+        return coldest(tier, namespaces)
+
+    monkeypatch.setattr(DramTier, "coldest", counted)
+    for start in range(0, 1000 * 24, 1000):
+        assert engine.store(engine.sequence(range(start, start + CHUNK)))
+    assert refused(engine, Tier.DRAM) == {}
+    assert orders.call_count <= 3, "looked at all that the tenant holds for each store"
 
 
 def test_a_sequence_longer_than_the_quota_is_stored_as_far_as_it_goes(setup: CacheSetup) -> None:

@@ -19,7 +19,7 @@ Reading a chunk into DRAM is no write: it may put a tenant above its quota until
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Protocol
 
 from kvtier.cache.tenancy.roots import Roots
@@ -161,13 +161,18 @@ class TenantQuotas:
         if entry.nbytes > quota:
             return False
         stays = self._line(entry)
-        for order in (self._orders.pop(tenant, deque()), deque(self._order(tenant))):
+        for order in self._next_orders(tenant):
             while order and used + entry.nbytes > quota:
                 used -= leave(order.popleft(), stays)
             if used + entry.nbytes <= quota:
                 self._orders[tenant] = order
                 return True
         return False
+
+    def _next_orders(self, tenant: bytes) -> Iterator[deque[ChunkKey]]:
+        """Yield what is left of the last order, then a new one: that looks at all there is."""
+        yield self._orders.pop(tenant, deque())
+        yield deque(self._order(tenant))
 
     def _leave_any(self, key: ChunkKey, stays: set[ChunkKey]) -> int:
         """Let a chunk leave one tier; return the bytes that it gave back, 0 where it may not."""
