@@ -54,9 +54,10 @@ LOAD_BYTES_INFLIGHT: Final = 64 * MIB
 #: What of a load may lie in DRAM beside that, until the engine asks for it: as much comes
 #: during a long step.
 LOAD_BYTES_AHEAD: Final = 256 * MIB
-# What is ready at once goes out in plans of about so much, the first layers first; few of them.
+# What is ready at once goes out in plans of about so much, the first layers first. Two: more
+# are more and smaller moves, which cost a load to a GPU more than early layers are worth.
 LOAD_PLAN_BYTES: Final = 64 * MIB
-LOAD_PLANS_MAX: Final = 8
+LOAD_PLANS_MAX: Final = 2
 LATE_JOBS_MAX: Final = 8
 READ_STEP_BYTES: Final = 8 * MIB
 READ_FIRST_BYTES: Final = 4 * MIB

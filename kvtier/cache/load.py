@@ -251,24 +251,20 @@ class Load:
 
         One plan, or several where there is much: then the first layers are there before the last.
         """
-        ready_bytes = sum(
-            piece.record.entry.nbytes
-            for piece in self._pieces[: self._failed_at]
-            if piece.record is not None and not piece.all_ordered
-        )
-        parts = min(1 + ready_bytes // LOAD_PLAN_BYTES, LOAD_PLANS_MAX)
+        left = [p for p in self._pieces[: self._failed_at] if p.record and not p.all_ordered]
+        ready_bytes = sum(piece.record.entry.nbytes for piece in left if piece.record is not None)
+        parts = min(1 + ready_bytes // LOAD_PLAN_BYTES, LOAD_PLANS_MAX) if left else 0
         layers = 1 + max(layer for group in self._layout.groups for layer in group.layers)
-        plans = (self._order_below(-(-layers * part // parts)) for part in range(1, parts + 1))
-        return [plan for plan in plans if plan is not None]
+        ends = (-(-layers * part // parts) for part in range(1, parts + 1))
+        return [plan for end in ends if (plan := self._order_below(end, left)) is not None]
 
-    def _order_below(self, layer: int) -> Plan | None:
+    def _order_below(self, layer: int, left: list[Piece]) -> Plan | None:
         """Make one plan of all sections before a layer that are verified and not ordered yet."""
         moves: list[Move] = []
         pieces: list[Piece] = []
         sections: list[tuple[Piece, ShardId, range]] = []
-        for piece in self._pieces[: self._failed_at]:
-            if piece.record is None or piece.complete:
-                continue
+        for piece in left:
+            assert piece.record is not None, "it has something to order"
             ready = {shard: piece.ready_sections(shard) for shard in piece.ordered}
             for shard, some in ready.items():
                 stop = sections_below(self._layout, shard, layer)

@@ -35,8 +35,8 @@ def setup(tmp_path: Path) -> Iterator[CacheSetup]:
 
 @pytest.fixture(autouse=True)
 def _small_plans() -> Iterator[None]:
-    """As if these few bytes were many."""
-    with mock.patch.object(load_module, "LOAD_PLAN_BYTES", 4096):
+    """As if these few bytes were many, and many plans no burden."""
+    with mock.patch.multiple(load_module, LOAD_PLAN_BYTES=4096, LOAD_PLANS_MAX=8):
         yield
 
 
@@ -145,7 +145,7 @@ def test_little_goes_in_one_plan_and_much_in_a_few(setup: CacheSetup) -> None:
         loading = begun(engine, FOUR)
         (plan,) = loading.load.poll()
     engine.cache.finish([Result(plan.plan_id, 0, ok=True)])
-    with mock.patch.object(load_module, "LOAD_PLAN_BYTES", 1):
+    with mock.patch.multiple(load_module, LOAD_PLAN_BYTES=1, LOAD_PLANS_MAX=LOAD_PLANS_MAX):
         other = begun(engine, FOUR)
         plans = other.load.poll()
     assert 1 < len(plans) <= LOAD_PLANS_MAX
