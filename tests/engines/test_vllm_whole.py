@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -187,3 +188,31 @@ def test_preempted_requests_answer_the_same(asked: list[Prompt], plain: Served) 
     assert sum(count for name, count in counted.items() if "kvtier_hit_tokens" in name) > 0
     assert [tokens[:COUNT] for tokens in first["tokens"]] == plain.tokens[:8]
     assert second["tokens"] == first["tokens"]
+
+
+def test_two_ranks_share_an_arena(tmp_path: Path, asked: list[Prompt]) -> None:
+    """Each rank is a process of its own; the model has dummy weights and two KV heads."""
+    model = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_hidden_layers": 4,
+        "vocab_size": 49_152,
+        "max_position_embeddings": 2048,
+        "rope_theta": 10_000.0,
+        "torch_dtype": "float32",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    run = VllmRun(
+        {"dram": "64MiB", "chunk_tokens": CHUNK_TOKENS},
+        engine={"tensor_parallel_size": 2, "load_format": "dummy"},
+        processes=True,
+        model=tmp_path,
+    )
+    cold, warm = run.serve(asked[:4]).forget().serve(asked[:4]).served()
+    assert warm.tokens == cold.tokens
+    assert warm.cached == [whole_chunks(PROMPT_TOKENS)] * 4

@@ -49,6 +49,7 @@ class VllmRun:
     zeros: bool = False
     processes: bool = False
     policy: str = "recompute"
+    model: Path | None = None
     _rounds: list[dict[str, Any]] = field(default_factory=list)
 
     def serve(self, prompts: list[Prompt], count: int = 8) -> VllmRun:
@@ -75,7 +76,7 @@ class VllmRun:
     def start(self) -> tuple[int, str, str]:
         """Run it; return the exit status and both outputs. ``TimeoutExpired`` when it hangs."""
         asked = {
-            "model": str(model_folder("smollm2-135m")),
+            "model": str(self.model or model_folder("smollm2-135m")),
             "options": self.options,
             "engine": {
                 "block_size": BLOCK_TOKENS,
