@@ -49,3 +49,27 @@ def test_b11_a_reset_of_vllms_cache_forgets_what_lies_below(
     cold, after = served(table, asked, None, asked)
     assert after.tokens == cold.tokens
     assert after.cached == [0]
+
+
+@pytest.mark.parametrize("whose", ["kvtier", "fs"])
+def test_b66_b78_files_with_other_bytes_change_no_token_of_ours(
+    tmp_path: Path, rng: random.Random, whose: str
+) -> None:
+    """vLLM's own ``fs`` tier, which has no checksums, hands them to the model."""
+    asked = prompts(rng, families=1, members=1, shared=100, own=30)
+    folder = tmp_path / "kv"
+    table = tier_table(folder) if whose == "kvtier" else {"type": "fs", "root_dir": str(folder)}
+    cold, warm = served(table, asked, None, asked)
+    assert warm.tokens == cold.tokens
+    files = [path for path in folder.rglob("*") if path.suffix in {".kvs", ".bin"}]
+    assert len(files) >= whole(asked[0]) // BLOCK_TOKENS
+    for path in files:
+        data = path.read_bytes()
+        half = len(data) // 2
+        path.write_bytes(data[:half] + rng.randbytes(len(data) - half))
+    (spoilt,) = served(table, asked)
+    if whose == "kvtier":
+        assert (spoilt.tokens, spoilt.cached) == (cold.tokens, [0])
+    else:
+        assert spoilt.cached == [whole(asked[0])], "the peer is what we think it is"
+        assert spoilt.tokens != cold.tokens
