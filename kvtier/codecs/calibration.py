@@ -186,7 +186,7 @@ def parse_calibration(data: bytes, layout: KVLayout) -> Calibration:
         weak_layers, groups = msgpack.unpackb(body, max_array_len=INDEX_MAX, max_map_len=0)
         found = [_parse_group(*group) for group in groups]
         weak = tuple(map(int, weak_layers))
-    except (TypeError, ValueError, msgpack.UnpackException) as error:
+    except (TypeError, ValueError, OverflowError, msgpack.UnpackException) as error:
         raise FormatError(f"calibration: not what it should be: {error}") from error
     if [layers for layers, _, _ in found] != [group.layers for group in layout.groups]:
         raise ConfigError("the calibration is of a model with other layers or KV groups")

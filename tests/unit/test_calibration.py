@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -157,6 +158,8 @@ def test_other_bytes_are_refused() -> None:
         [["x"], []],
         {"a": 1},
         [[], [[[0], 1, -1, b"", b"", 0, False, 1.0]]],
+        [[math.inf], []],
+        [[], [[[0], 1, 2, b"\0" * 8, b"", math.inf, False, 1.0]]],
     ],
     ids=str,
 )
