@@ -114,8 +114,8 @@ class RemoteSource:
             keys = [shard_key(origin.key, shard) for shard in origin.shards]
             self._channel.submit(self._channel.delete(keys))
             return MissReason.CORRUPT
-        if isinstance(outcome, ConnectorDataError):
-            tier.lose(origin.key)
+        if isinstance(outcome, ConnectorDataError):  # Another key's, perhaps: not for us to delete.
+            tier.spoil(origin.key)
             tier.failed(outcome)
             return MissReason.CORRUPT
         tier.failed(outcome)
@@ -172,6 +172,8 @@ class _Fetch:
         try:
             fault = await self._run()
         finally:
+            if self._coming:  # A bug has ended it: what was begun still writes to the slots.
+                await asyncio.wait([read for _, _, read in self._coming])
             for incoming in self._incoming.values():
                 incoming.end()
         if fault is None and not all(incoming.whole for incoming in self._incoming.values()):

@@ -214,7 +214,8 @@ class Uploader:
         descriptions = {
             shard: describe(waiting.entry, record.namespace, shape, shard) for shard in slots
         }
-        return Outbound(waiting, record, slots, descriptions, sealed(slots))
+        spoiled = self._tier.spoiled(key)
+        return Outbound(waiting, record, slots, descriptions, sealed(slots), spoiled)
 
     def _prepared(self, job: UploadJob, fault: Fault | None) -> None:
         """Make room for what is to be written, and have it sent."""
@@ -274,6 +275,7 @@ class Uploader:
                 self._tier.holdings.commit(chunk.place)
             self._tier.learn(key, frozenset(chunk.slots))
             if not chunk.was_there:
+                self._tier.wrote(key)
                 self._count(chunk)
                 counters.written_bytes += chunk.nbytes
                 counters.write_latency.observe(self._clock.now() - job.started)

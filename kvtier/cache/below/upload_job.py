@@ -41,6 +41,7 @@ class Outbound:
     """A chunk on its way: what it is written from, and where to.
 
     ``stored`` is what is written, once that is known; ``place`` the room that was made for it.
+    With ``spoiled`` it is written whatever is there.
     """
 
     waiting: Waiting
@@ -48,6 +49,7 @@ class Outbound:
     slots: dict[ShardId, memoryview]
     descriptions: dict[ShardId, ShardDescription]
     stored: EncodedChunk
+    spoiled: bool = False
     place: RemoteRecord | None = None
     outcome: KVTierError | None = None
     was_there: bool = False
@@ -83,7 +85,7 @@ class UploadJob:
         there = iter(await self.channel.contains([k for c in self.chunks for k in c.objects]))
         for chunk in self.chunks:
             found = [next(there) for _ in chunk.slots]
-            chunk.was_there = all(found)
+            chunk.was_there = all(found) and not chunk.spoiled
         making = [
             asyncio.wrap_future(self.executor.prepare(partial(_make, chunk, self.encoder)))
             for chunk in self.chunks

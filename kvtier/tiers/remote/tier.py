@@ -51,6 +51,7 @@ class RemoteTier:
         self.written = Written(REMOTE_KNOWN_CHUNKS_MAX)
         self._clock = clock
         self._asked = Asked(there_s=ttl_s, absent_s=absent_s, chunks_max=REMOTE_KNOWN_CHUNKS_MAX)
+        self._spoiled: OrderedDict[ChunkKey, None] = OrderedDict()
         self._codecs: OrderedDict[bytes, str] = OrderedDict()
         self._payload_codecs: OrderedDict[ChunkKey, str] = OrderedDict()
 
@@ -105,6 +106,24 @@ class RemoteTier:
             record = self.holdings.index.ready(key)
             if record is not None:
                 self.holdings.forget(record)
+
+    def spoil(self, key: ChunkKey) -> None:
+        """Take in that a chunk is there and not what was written, which its store cannot tell.
+
+        It is lost, and to be written anew although its objects are found.
+        """
+        self.lose(key)
+        self._spoiled[key] = None
+        if len(self._spoiled) > REMOTE_KNOWN_CHUNKS_MAX:
+            self._spoiled.popitem(last=False)
+
+    def spoiled(self, key: ChunkKey) -> bool:
+        """Tell whether a chunk was spoilt and has not been written since."""
+        return key in self._spoiled
+
+    def wrote(self, key: ChunkKey) -> None:
+        """Take in that a chunk has been written whole."""
+        self._spoiled.pop(key, None)
 
     def codec_of(self, root: bytes) -> str | None:
         """Return the codec in which chunks of a namespace were last found to lie there."""
