@@ -188,12 +188,15 @@ class Load:
         coming = ahead_bytes = 0
         self._waits_for_room = False
         for index, piece in enumerate(self._pieces[: self._failed_at]):
+            if piece.complete:
+                continue
             if not self._fill_is_good(index, piece):
                 return
-            if piece.tier is Tier.DRAM or piece.complete:
+            if piece.tier is Tier.DRAM:
                 continue
-            ahead_bytes += piece.waiting_bytes
-            coming += not piece.waiting_bytes or ahead_bytes > LOAD_BYTES_AHEAD
+            waiting_bytes = piece.waiting_bytes
+            ahead_bytes += waiting_bytes
+            coming += not waiting_bytes or ahead_bytes > LOAD_BYTES_AHEAD
             if coming > (1 if self._patience and self._patience.doubtful else self._coming_max):
                 return
             if piece.record is None and not self._bring_piece(index, piece):

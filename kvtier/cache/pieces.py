@@ -21,7 +21,7 @@ class Piece:
     """One chunk of a load.
 
     Per shard: ``sections`` are all it has, ``ordered`` of them have gone out in plans, ``arrived``
-    are in the engine's blocks.
+    are in the engine's blocks. ``came``: it was seen that all are in DRAM.
     """
 
     chunk: int
@@ -38,6 +38,7 @@ class Piece:
     sections: dict[ShardId, int] = field(default_factory=dict)
     plans_out: int = 0
     complete: bool = False
+    came: bool = False
     recoded: bool = False
     failed_in: set[str] = field(default_factory=set)
     early: list[tuple[ShardId, range]] = field(default_factory=list)
@@ -54,9 +55,10 @@ class Piece:
         """What of it lies in DRAM and waits for the engine: all of it or nothing."""
         if self.record is None:
             return 0
-        verified = self.sections if self.fill is None else self.fill.verified
-        came = all(verified[shard] == count for shard, count in self.sections.items())
-        return self.record.entry.nbytes if came else 0
+        if not self.came:
+            verified = self.sections if self.fill is None else self.fill.verified
+            self.came = all(verified[shard] == count for shard, count in self.sections.items())
+        return self.record.entry.nbytes if self.came else 0
 
     def ready_sections(self, shard: ShardId) -> range:
         """Return the sections that are verified and not ordered yet."""
@@ -76,7 +78,7 @@ class Piece:
         self._leave()
         if self.dram_lease is not None:
             self.dram_lease.release()
-        self.record = self.dram_lease = None
+        self.record, self.dram_lease, self.came = None, None, False
         self.ordered, self.arrived, self.sections, self.early = {}, {}, {}, []
 
     def release(self) -> None:
