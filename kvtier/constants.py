@@ -115,6 +115,8 @@ RECLAIMED_CHUNKS_MAX: Final = 256
 # Of what a tenant has on disk and has not used since the start: so many are looked at in one go
 # when something of it has to give way.
 GIVE_WAY_ROWS_MAX: Final = 1024
+# Tenants at their quota of whom is kept what gives way next; for others it is put in order anew.
+GIVE_WAY_TENANTS_MAX: Final = 64
 
 # Pins: the share of a tier that they may take, chunks in each tier, and for how long.
 PINNED_SHARE_MAX: Final = 0.5

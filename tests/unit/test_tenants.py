@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from kvtier.config import TenantQuota
+from kvtier.constants import GIVE_WAY_TENANTS_MAX
 from kvtier.errors import ConfigError, TierUnavailableError
 from kvtier.keys import tenant_digest
 from kvtier.testing.engine_double import EngineDouble, wait_until
@@ -237,6 +240,35 @@ def test_what_gives_way_is_put_in_order_once_for_many_stores(
         assert engine.store(engine.sequence(range(start, start + CHUNK)))
     assert refused(engine, Tier.DRAM) == {}
     assert orders.call_count <= 3, "looked at all that the tenant holds for each store"
+
+
+def test_what_gives_way_is_kept_in_order_for_so_many_tenants(
+    setup: CacheSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most users of a server come once: what they held then must not be remembered for ever."""
+    engine = setup.open(disk_chunks=None, dram_chunks=8 * GIVE_WAY_TENANTS_MAX, quota_chunks=3)
+    coldest, orders = DramTier.coldest, mock.Mock()
+    starts = itertools.count(0, 1000)
+
+    def counted(tier: DramTier, namespaces: Collection[bytes]) -> list[ChunkKey]:
+        orders()
+        return coldest(tier, namespaces)
+
+    def ordered(tenant: int, *, chunks: int) -> int:
+        """Store so many chunks; return how often what the tenant holds was put in order."""
+        engine.namespace = replace(engine.namespace, tenant_salt=f"tenant {tenant}")
+        before = orders.call_count
+        for start in itertools.islice(starts, chunks):
+            assert engine.store(engine.sequence(range(start, start + CHUNK)))
+        return int(orders.call_count - before)
+
+    monkeypatch.setattr(DramTier, "coldest", counted)
+    for tenant in range(GIVE_WAY_TENANTS_MAX):
+        assert ordered(tenant, chunks=4) == 1
+    assert ordered(0, chunks=1) == 0
+    for tenant in range(1, GIVE_WAY_TENANTS_MAX + 1):
+        ordered(1000 + tenant, chunks=4)
+    assert ordered(0, chunks=1) == 1
 
 
 def test_a_sequence_longer_than_the_quota_is_stored_as_far_as_it_goes(setup: CacheSetup) -> None:

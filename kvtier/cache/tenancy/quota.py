@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Protocol
 
 from kvtier.cache.tenancy.roots import Roots
-from kvtier.constants import GIVE_WAY_ROWS_MAX
+from kvtier.constants import GIVE_WAY_ROWS_MAX, GIVE_WAY_TENANTS_MAX
 from kvtier.tiers.coldest import coldest_first
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.dram import DramTier
@@ -166,6 +166,8 @@ class TenantQuotas:
                 used -= leave(order.popleft(), stays)
             if used + entry.nbytes <= quota:
                 self._orders[tenant] = order
+                if len(self._orders) > GIVE_WAY_TENANTS_MAX:  # The one that stored longest ago.
+                    del self._orders[next(iter(self._orders))]
                 return True
         return False
 
