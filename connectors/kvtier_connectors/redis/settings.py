@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from kvtier.config import url_options
 from kvtier.errors import ConfigError
@@ -91,10 +91,11 @@ class Settings:
 
 def parse_url(url: str) -> Settings:
     """Return what the URL says. Raises ``ConfigError`` that never holds the password."""
-    options = url_options(url, OPTIONS)
     parts = urlsplit(url)
     scheme, _, kind_name = parts.scheme.partition("+")
     kind = Kind(kind_name)
+    _check_password(kind, parts)
+    options = url_options(url, OPTIONS)
     userinfo, _, hosts = parts.netloc.rpartition("@")
     _require(
         (kind is Kind.SENTINEL) == ("service" in options), "service", "sentinels, and with them"
@@ -123,6 +124,21 @@ def parse_url(url: str) -> Settings:
             "connect_timeout_s", options.get("connect_timeout_s", "2"), 0.001, 3600
         ),
     )
+
+
+def _check_password(kind: Kind, parts: SplitResult) -> None:
+    """Refuse one that ends the host for whoever reads the URL: other messages would show of it."""
+    if "@" in parts.netloc:
+        return
+    path = parts.path if kind is not Kind.UNIX else ""
+    names = [name for name, _ in parse_qsl(parts.query, keep_blank_values=True)]
+    _, separator, port = parts.netloc.rpartition(":")
+    no_port = separator and not port.endswith("]") and not port.isdecimal()
+    if "@" in "".join([path, parts.fragment, *names, parts.query if no_port else ""]):
+        raise ConfigError(
+            "in the password of a Redis URL / ? and # are written as %2F, %3F and %23, or it lies "
+            "in password_file"
+        )
 
 
 def _nodes(kind: Kind, hosts: str, path: str) -> tuple[Node, ...]:
