@@ -5,7 +5,6 @@ Whatever they do, what is loaded is right, the rest is a miss, and hits come bac
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +34,6 @@ LARGE = KVLayout(
     section_layers=1,
 )
 SEQUENCES = [tokens_of(3, start=1000 * number) for number in range(4)]
-OPERATIONS = 1000
 
 
 @pytest.fixture
@@ -227,37 +225,3 @@ def test_what_the_server_loses_under_a_cache_is_missed_and_stored_again(
         assert loading.outcome.end_token < match.tokens
     assert state(engine) == "ok", "to lose something is no fault"
     hits_come_back(lab, engine, server.url)
-
-
-def test_a_server_killed_within_many_operations_is_survived(
-    lab: RemoteLab, server: RedisServer, rng: random.Random
-) -> None:
-    """Small chunks, so that there are many; nothing waits for what is away."""
-    url = f"{server.url}?timeout_s=5&connect_timeout_s=1"
-    lab.wrap = lambda _: connect(url)
-    engine = lab.open(dram_chunks=8, load_deadline_s=20.0)
-    sequences = [tokens_of(3, start=1000 * number) for number in range(30)]
-    tiers: list[set[Tier]] = []
-
-    def operate(count: int) -> None:
-        tiers.append(set())
-        for _ in range(count):
-            sequence = engine.sequence(rng.choice(sequences))
-            if rng.random() < 0.4:
-                engine.store(sequence)
-                continue
-            match = engine.match(sequence)
-            if match.tokens:
-                outcome = engine.load(match).outcome
-                tiers[-1].update(outcome.tokens_by_tier)
-
-    operate(OPERATIONS // 3)
-    server.kill()
-    operate(OPERATIONS // 3)
-    assert state(engine) == "failing"
-    server.start()
-    wait_until(lambda: state(engine) == "ok", "the breaker does not close")
-    operate(OPERATIONS // 3)
-    before, away, after = tiers
-    assert Tier.REMOTE in before & after
-    assert Tier.REMOTE not in away

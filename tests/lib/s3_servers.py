@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -102,6 +103,15 @@ class Seaweed:
             self._process.kill()
             self._process.wait(START_S_MAX)
             self._process = None
+
+    def freeze(self) -> None:
+        """Let it answer nobody until ``thaw``."""
+        assert self._process
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self._process
+        self._process.send_signal(signal.SIGCONT)
 
 
 @contextmanager
