@@ -26,6 +26,7 @@ from kvtier.tiers.index import Lease
 from kvtier.tiers.remote.breaker import Breaker
 from kvtier.types import Plan
 from tests.lib.cache_simulation import CacheSimulation
+from tests.lib.fresh_python import run_python
 from tests.lib.soak_report import report
 from tests.lib.virtual_time import virtual_time
 
@@ -116,6 +117,18 @@ def test_a_day_replays(root: str, seed: int, number: int) -> None:
     first, again = (run_one(root, seed + number, every_step=True) for _ in range(2))
     assert first.seen == again.seen
     assert first.draws.getstate() == again.draws.getstate()
+
+
+def told(root: str, seed: int) -> str:
+    """Run a day; what came of it tells it from one that differs anywhere."""
+    day = run_one(root, seed, every_step=True)
+    return f"{sorted(day.seen.items())} {day.draws.random()}"
+
+
+def test_a_day_replays_in_another_process(root: str, seed: int) -> None:
+    """Where sets of bytes have another order, and the clocks say something else."""
+    code = f"from {__name__} import told; print(told({root!r}, {seed}))"
+    assert run_python(code) == told(root, seed)
 
 
 def takes_anything(self: Arrival, step: Any) -> None:
