@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.cache.sequence import Sequence
 from kvtier.interfaces import Listable
 from kvtier.registry import connect
 from kvtier.types import KeyInfo, MissReason, Tier
@@ -34,6 +35,12 @@ def listed(url: str) -> list[KeyInfo]:
         return found
 
     return asyncio.run(gather())
+
+
+def sequence_of(room: Room, tokens: range) -> Sequence:
+    sequence = room.cache.sequence(LOSSY)
+    sequence.append(tokens)
+    return sequence
 
 
 @pytest.mark.parametrize(("codec", "error_max"), CODECS)
@@ -87,3 +94,27 @@ def test_what_this_process_cannot_unpack_is_a_miss_and_stays(
     assert outcome.misses[0].reason in {MissReason.CODEC, MissReason.UNAVAILABLE}
     room.close()
     assert len(listed(url)) == CHUNKS
+
+
+def test_what_cannot_be_unpacked_keeps_nothing_else_of_the_model_away(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host with another calibration, or of a later release, shares the store."""
+    tokens = {"int5k4v": range(CHUNKS * CHUNK), "raw": range(1000, 1000 + CHUNKS * CHUNK)}
+    for codec, stored in tokens.items():
+        room = Room(tmp_path, codec, remote=url)
+        assert room.store(sequence_of(room, stored))
+        room.close()
+    room = Room(tmp_path, "raw", remote=url)
+    monkeypatch.setattr(room.cache.codecs, "readable", lambda name, _: name == "raw")
+    for _ in range(2):
+        missed = room.load(sequence_of(room, tokens["int5k4v"]))
+        assert missed is None or missed.end_token == 0
+        sequence = sequence_of(room, tokens["raw"])
+        outcome = room.load(sequence)
+        assert outcome is not None
+        assert (outcome.tokens_by_tier, outcome.misses) == ({Tier.REMOTE: CHUNKS * CHUNK}, ())
+        room.cache.holdings.evict(reversed(sequence.chunk_keys), [Tier.DRAM])
+    tried = missed
+    room.close()
+    assert tried is None, "its headers have been read before"

@@ -100,6 +100,7 @@ class RemoteSource:
         if isinstance(outcome, OtherCodecError):
             tier.succeeded()
             self._learn(outcome.codec)
+            tier.learn_chunk_codec(origin.key, outcome.codec)
             return MissReason.CODEC
         if isinstance(outcome, MissingExtraError | RegistryError):  # What encoded it is not here.
             tier.succeeded()
@@ -133,7 +134,7 @@ class RemoteSource:
         if opaque_codec(codec) is None:
             self._tier.learn_codec(self._origin.namespace, codec)
         else:
-            self._tier.learn_payload_codec(self._origin.key, codec)
+            self._tier.learn_chunk_codec(self._origin.key, codec)
 
 
 class _Fetch:

@@ -17,6 +17,7 @@ from kvtier.cache.below.remote_source import Remote, RemoteSource
 from kvtier.cache.executor import Executor, Fault
 from kvtier.cache.sequence import Sequence as TokenSequence
 from kvtier.cache.shapes import Shapes
+from kvtier.codecs.opaque import opaque_codec
 from kvtier.constants import REMOTE_ASKED_CHUNKS_MAX, REMOTE_LISTED_MAX
 from kvtier.errors import ConnectorRefusedError
 from kvtier.interfaces import Clock
@@ -151,11 +152,16 @@ class Remotes:
         return any(key in asking for asking in self._asking.values())
 
     def _codec_in(self, remote: Remote, sequence: TokenSequence, key: ChunkKey) -> str:
-        told = remote.tier.payload_codec_of(key) if sequence.codec else None
-        if told is not None and sequence.takes(told):
-            return told  # A payload of any size.
+        told = remote.tier.chunk_codec_of(key)
+        alike = told is not None and (opaque_codec(told) is None) == (sequence.codec is None)
+        if told is not None and alike and sequence.takes(told):
+            return told  # A payload of any size, or what was packed elsewhere.
+        codecs, namespace = self._shapes.codecs, sequence.namespace
         own = sequence.codec or remote.tier.codec_of(sequence.root)
-        return own or self._shapes.codecs.packing(self._codec, sequence.namespace)
+        # What another host packed may be of no use here; that says nothing of the rest.
+        if own is not None and codecs.readable(own, namespace.fidelity):
+            return own
+        return codecs.packing(self._codec, namespace)
 
     def _to_ask(self, key: ChunkKey) -> Remote | None:
         """Return the first remote that may have a chunk and has not said so."""

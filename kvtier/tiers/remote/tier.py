@@ -53,7 +53,7 @@ class RemoteTier:
         self._asked = Asked(there_s=ttl_s, absent_s=absent_s, chunks_max=REMOTE_KNOWN_CHUNKS_MAX)
         self._spoiled: OrderedDict[ChunkKey, None] = OrderedDict()
         self._codecs: OrderedDict[bytes, str] = OrderedDict()
-        self._payload_codecs: OrderedDict[ChunkKey, str] = OrderedDict()
+        self._chunk_codecs: OrderedDict[ChunkKey, str] = OrderedDict()
 
     @property
     def answers(self) -> bool:
@@ -96,6 +96,7 @@ class RemoteTier:
         """Take an answer in: which shards of a chunk are there."""
         if not shards:
             self.written.drop(key)
+            self._chunk_codecs.pop(key, None)
         self._asked.learn(key, shards, self._clock.now())
 
     def lose(self, key: ChunkKey) -> None:
@@ -124,6 +125,7 @@ class RemoteTier:
     def wrote(self, key: ChunkKey) -> None:
         """Take in that a chunk has been written whole."""
         self._spoiled.pop(key, None)
+        self._chunk_codecs.pop(key, None)
 
     def codec_of(self, root: bytes) -> str | None:
         """Return the codec in which chunks of a namespace were last found to lie there."""
@@ -136,16 +138,16 @@ class RemoteTier:
         if len(self._codecs) > REMOTE_CODECS_MAX:
             self._codecs.popitem(last=False)
 
-    def payload_codec_of(self, key: ChunkKey) -> str | None:
-        """Return what says a payload's size, if its header was read."""
-        return self._payload_codecs.get(key)
+    def chunk_codec_of(self, key: ChunkKey) -> str | None:
+        """Return the codec of a chunk that had another one than was expected; a payload's size."""
+        return self._chunk_codecs.get(key)
 
-    def learn_payload_codec(self, key: ChunkKey, codec: str) -> None:
-        """Take in what the header of a payload told of its size."""
-        self._payload_codecs[key] = codec
-        self._payload_codecs.move_to_end(key)
-        if len(self._payload_codecs) > REMOTE_KNOWN_CHUNKS_MAX:
-            self._payload_codecs.popitem(last=False)
+    def learn_chunk_codec(self, key: ChunkKey, codec: str) -> None:
+        """Take in what the header of a chunk told, for this one alone."""
+        self._chunk_codecs[key] = codec
+        self._chunk_codecs.move_to_end(key)
+        if len(self._chunk_codecs) > REMOTE_KNOWN_CHUNKS_MAX:
+            self._chunk_codecs.popitem(last=False)
 
     def succeeded(self, *, probe: bool = False) -> None:
         """Note that it did what was asked."""
