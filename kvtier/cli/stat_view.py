@@ -90,7 +90,7 @@ def _notes(now: Said) -> Iterator[str]:
 
 
 def _unbounded(tier: Said) -> str:
-    return "unbounded" if tier.get("name") == "remote" else ""
+    return "no bound" if tier.get("name") == "remote" else ""
 
 
 def _count(tier: Said, name: str) -> str:
@@ -107,6 +107,8 @@ def _moves(now: Said) -> str:
     asked = now.get("prompt_tokens", 0)
     share = f" ({hits / asked:.1%})" if asked else ""
     text = f"{hits} of {asked} prompt tokens were not computed{share}"
+    if "connections" in now:  # A cache server: it also reads what nobody asked it for, to warm.
+        text = f"{asked} objects were asked for, {hits} were read"
     cache = now.get("cache")
     if cache is None:
         return text

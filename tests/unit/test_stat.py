@@ -120,13 +120,18 @@ def test_a_server_fits_into_a_terminal_of_eighty_columns() -> None:
 def test_what_a_remote_without_a_bound_holds_is_left_open(nothing: int | None) -> None:
     held = dict.fromkeys(("used_bytes", "capacity_bytes", "chunks"), nothing)
     text = shown(server_view({**SAID, "tiers": [{**DISK, "name": "remote", **held}]}, None))
-    assert "unbounded" in text
+    assert "no bound" in text
     assert "0 B" not in text
 
 
 def test_a_server_without_tiers_and_requests_is_shown() -> None:
     text = shown(server_view({"model": "toy", "tiers": []}, None))
     assert "0 of 0 prompt tokens" in text
+
+
+def test_a_cache_server_tells_of_objects_also_where_it_read_more_than_it_was_asked_for() -> None:
+    said = {"model": "kvtier daemon", "connections": {}, "hit_tokens": {"disk": 2}, "tiers": []}
+    assert "0 objects were asked for, 2 were read" in shown(server_view(said, None))
 
 
 def test_once_shows_a_table_and_json_what_was_said(url: str) -> None:
