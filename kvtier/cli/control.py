@@ -92,14 +92,22 @@ def chosen_token(token_file: str | None, token_name: str | None, api_key: str) -
 
 
 def selections(
-    credential: str | None, key: list[str] | None, keys: Path | None, *, everything: bool
+    credential: str | None,
+    key: list[str] | None,
+    keys: Path | None,
+    *,
+    everything: bool,
+    also: str = "",
 ) -> Iterator[dict[str, Any]]:
-    """Yield what is chosen, in as many parts as one request holds each. Raises ``ConfigError``."""
+    """Yield what is chosen, in as many parts as one request holds each.
+
+    Raises ``ConfigError`` where nothing is, or too much; it tells ``also``, what else is allowed.
+    """
     whose = {} if credential is None else {"credential": credential}
     named = [_checked(each, "--key") for each in key or ()]
     named += [] if keys is None else _read_keys(keys)
     if everything == bool(named):
-        raise ConfigError("what is meant? Allowed are --key and --keys, or --all")
+        raise ConfigError(f"what is meant? Allowed are --key and --keys, or --all{also}")
     if everything:
         yield {**whose, "all": True}
     for start in range(0, len(named), CONTROL_KEYS_MAX):

@@ -38,6 +38,8 @@ from kvtier.config import format_size
 from kvtier.errors import ConfigError, TierUnavailableError
 
 _COLUMNS: Final = ("credential", "epoch", "dram", "disk", "pinned", "quota")
+#: What those commands take, too, that prompts of kvtier-serve can be given to.
+_PROMPTS_TOO: Final = "; for prompts of kvtier-serve: --file"
 
 _MaybeUrl = Annotated[
     str | None,
@@ -143,7 +145,7 @@ def unpin(
         prompts.unpin(target, file, salt_file, api_key, json_output)
         return
     server = server_at(target, token_file, token_name, api_key)
-    chosen = selections(credential, key, keys, everything=everything)
+    chosen = selections(credential, key, keys, everything=everything, also=_PROMPTS_TOO)
     _tell(_ask_all(server, "unpin", chosen, {}), json_output=json_output)
 
 
@@ -174,7 +176,7 @@ def warm(
         )
         return
     server = server_at(target, token_file, token_name, api_key)
-    chosen = selections(credential, key, keys, everything=everything)
+    chosen = selections(credential, key, keys, everything=everything, also=_PROMPTS_TOO)
     told = _ask_all(server, "warm", chosen, {"seconds": seconds})
     _tell(told, json_output=json_output, wrong={"refused", "late"})
 
@@ -206,7 +208,7 @@ def pin(
         prompts.pin(target, file, seconds, salt_file, api_key, json_output)
         return
     server = server_at(target, token_file, token_name, api_key)
-    chosen = selections(credential, key, keys, everything=everything)
+    chosen = selections(credential, key, keys, everything=everything, also=_PROMPTS_TOO)
     told = _ask_all(server, "pin", chosen, {"seconds": seconds})
     _tell(told, json_output=json_output, wrong={"absent", "no_room"})
 

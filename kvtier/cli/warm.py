@@ -107,7 +107,7 @@ def _send_all(
     headers = {"content-type": "application/json", **bearer(api_key)}
     totals = _Totals()
     with closing(_connection(where)) as connection, _progress() as progress:
-        for number, body in progress.track(prompts, description=call):
+        for number, body in progress.track(prompts, description="pin" if hints else call):
             if call == "unpin":  # The file that they were pinned from may say these.
                 for name in _FOR_COMPUTING:
                     body.pop(name, None)
