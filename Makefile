@@ -1,7 +1,7 @@
 # KVTier: one command per wish. `make help` lists them.
 #
-# Everything is installed into .venv; nothing outside this folder changes, except that `make serve`
-# keeps its disk tier in ~/.cache/kvtier/disk.
+# Everything is installed into .venv; nothing outside this folder changes, except ~/.cache/kvtier:
+# `make serve` keeps its disk tier in disk there, and beside it what is derived from weights.
 
 PYTHON_CANDIDATES ?= python3.11 python3.12 python3.13 python3
 PIP_VERSION := 26.1
