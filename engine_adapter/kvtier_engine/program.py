@@ -130,7 +130,8 @@ def _tier_lines(server: Server) -> Iterator[str]:
         )
     for url in config.remote:
         size = format_size(config.remote_bytes) if config.remote_bytes else "unbounded"
-        yield f"remote {size} in {shown_url(url)}, write-{config.remote_mode}"
+        codec = f", {config.remote_codec}" if config.remote_codec else ""
+        yield f"remote {size} in {shown_url(url)}{codec}, write-{config.remote_mode}"
     cache = server.snapshot().cache
     for tier in cache.tiers if cache is not None else ():
         if tier.state not in {"ok", "opening"}:

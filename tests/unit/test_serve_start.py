@@ -92,10 +92,10 @@ def test_the_banner_shows_where_remotes_are_and_no_secret(folder: Path) -> None:
     server.close()
     assert "  remote unbounded in redis://127.0.0.1:1/0, write-back" in text
     assert "secret" not in text
-    server = made(folder, "--remote=memory://banner", "--remote-bytes=1GiB")
+    server = made(folder, "--remote=memory://banner", "--remote-bytes=1GiB", "--remote-codec=zstd")
     text = banner(server, 1234)
     server.close()
-    assert "  remote 1 GiB in memory://banner, write-through" in text
+    assert "  remote 1 GiB in memory://banner, zstd, write-through" in text
 
 
 def test_the_banner_says_that_the_disk_cannot_be_used(folder: Path, tmp_path: Path) -> None:
