@@ -15,7 +15,7 @@ import pytest
 from kvtier.constants import MIB
 from kvtier.testing.engine_double import wait_until
 from tests.lib.daemon import Daemon, daemon
-from tests.lib.daemon_clients import Ledger, Load
+from tests.lib.daemon_clients import LINGERS, WORKERS, Ledger, Load
 from tests.lib.process_figures import figures
 from tests.lib.program import Program, running
 from tests.lib.soak_report import report
@@ -24,7 +24,9 @@ WAYS = ("tcp", "unix", "shared")
 #: What allocators and libraries may add after the first period, and do at a falling rate.
 GROWTH_BYTES_MAX = 48 * MIB
 SECONDS_MAX = 300.0
-P99_S_MAX = 5.0
+PERIODS = 2
+#: Two cores have all of them to serve, and perhaps others.
+P99_S_MAX = 15.0
 #: Of all calls, those that a busy machine does not get done within the server's ten seconds.
 LATE_SHARE_MAX = 0.002
 
@@ -39,23 +41,28 @@ def period(urls: tuple[str, ...], ledger: Path, clients: int, seconds: float, se
     assert not program.log, "\n".join(program.log[:20])
 
 
+def held(server: Daemon) -> dict[str, int]:
+    """What the server holds for clients."""
+    stats = server.get("/v1/stats")
+    cache, connections = stats["cache"], stats["connections"]
+    found = {name: connections[name] for name in ("open", "inflight_bytes", "stopped")}
+    found |= {name: cache[name] for name in ("loads_inflight", "stores_inflight")}
+    return found | {f"pinned in {tier['name']}": tier["pinned_chunks"] for tier in stats["tiers"]}
+
+
 def wait_until_nothing_is_held(server: Daemon) -> None:
-    """Wait until nobody is there and nothing is kept for anybody."""
-    held: dict[str, int] = {}
+    """Wait until nobody is there and nothing is kept for anybody.
 
-    def free() -> bool:
-        stats = server.get("/v1/stats")
-        cache, connections = stats["cache"], stats["connections"]
-        names = ("loads_inflight", "stores_inflight", "writes_queued")
-        held.update({name: cache[name] for name in names})
-        held.update({name: connections[name] for name in ("open", "inflight_bytes", "stopped")})
-        held.update({f"pinned in {tier['name']}": tier["pinned_chunks"] for tier in stats["tiers"]})
-        return not any(held.values())
-
+    What goes to disk is pinned until it is there, which is nobody's doing who has left.
+    """
     try:
-        wait_until(free, "something is held for nobody")
+        wait_until(lambda: held(server)["open"] == 0, "somebody is there")
+        wait_until(
+            lambda: server.get("/v1/stats")["cache"]["writes_queued"] == 0, "writes do not end"
+        )
+        wait_until(lambda: not any(held(server).values()), "something is held for nobody")
     except AssertionError as error:
-        error.add_note(str(held))
+        error.add_note(str(held(server)))
         raise
 
 
@@ -73,7 +80,9 @@ def check_counts(server: Daemon, ledger: Ledger) -> None:
     assert total("looked_up") <= counted["lookups"] <= total("lookups_begun")
     assert 0 < counted["leases"] <= counted["reads"]
     assert 0 < counted["taken"] <= counted["writes"]
-    assert counted["lost_leases"] <= total("killed") * 2
+    # One that ends well may do so before its last releases are sent.
+    ended = total("killed") + PERIODS * ledger.slots
+    assert counted["lost_leases"] <= ended * (WORKERS + LINGERS)
 
 
 def tier_bytes(server: Daemon) -> None:
@@ -83,9 +92,9 @@ def tier_bytes(server: Daemon) -> None:
         assert tier["corrupt_shards"] == tier["io_errors"] == 0
 
 
-@pytest.mark.timeout(2 * SECONDS_MAX)
+@pytest.mark.timeout(PERIODS * SECONDS_MAX)
 def test_b95_many_clients_of_which_a_tenth_is_killed(
-    tmp_path: Path, rng: random.Random, scale: int
+    tmp_path: Path, rng: random.Random, scale: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clients, seconds = (15, 4.0) if scale == 1 else (64, min(SECONDS_MAX, 3.0 * scale))
     (path := tmp_path / "ledger").touch()
@@ -108,6 +117,9 @@ def test_b95_many_clients_of_which_a_tenth_is_killed(
     growth = after.anonymous_bytes - before.anonymous_bytes
     calls = ledger.total("reads_begun") + ledger.total("writes_begun")
     p99_s = {kind: ledger.quantile_s(kind, 0.99) for kind in ("read", "write")}
+    with capsys.disabled():
+        told = ", ".join(f"{kind} {1000 * value:.0f} ms" for kind, value in p99_s.items())
+        sys.stdout.write(f"\n{clients} clients, {calls / seconds:.0f} calls/s, p99: {told}\n")
     report(
         "clients of a daemon",
         scale,

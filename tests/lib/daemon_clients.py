@@ -16,6 +16,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ from kvtier.interfaces import Connector
 from kvtier.registry import connect
 from kvtier.testing.connector_contract import payload_of
 from kvtier.types import ReadRequest, WriteItem
+from kvtier.wire import Done, Lease, Leased, Release, Status, Write
+from tests.lib.wire_client import WireClient
 
 #: More than the server's DRAM and disk hold together, of which some is hot.
 SIZES: Final = (100, 5_000, 300_000, 1_000_000)
@@ -34,6 +37,9 @@ KEYS: Final = [b"object %d" % number for number in range(320)]
 DEATHS_PER_S: Final = 0.1
 #: What one client has under way at once.
 WORKERS: Final = 2
+#: Leases that one client holds beside that, most of the time.
+LINGERS: Final = 3
+_LINGER_S: Final = 0.05
 
 COUNTS: Final = (
     "reads_begun",
@@ -121,9 +127,12 @@ class Client:
         self._connector: Connector = connect(url)
         self._slot, self._ledger, self._objects = slot, ledger, objects
         self._draws = random.Random(seed)
+        self._lingerer = Lingerer(url, slot, ledger)
 
     async def run(self, until_s: float) -> None:
-        await asyncio.gather(*(self._work(until_s) for _ in range(WORKERS)))
+        workers = (self._work(until_s) for _ in range(WORKERS))
+        lingering = asyncio.to_thread(self._lingerer.run, until_s)
+        await asyncio.gather(*workers, lingering)
         await self._connector.close()
 
     async def _work(self, until_s: float) -> None:
@@ -183,6 +192,60 @@ class Client:
 
     def _count(self, name: str, count: int = 1) -> None:
         self._ledger.add(self._slot, name, count)
+
+
+class Lingerer:
+    """Nearly always in the middle of an upload, with leases where it may have some.
+
+    Whoever is killed so leaves as much behind as there can be. Nobody else asks for its objects.
+    """
+
+    def __init__(self, url: str, slot: int, ledger: Ledger) -> None:
+        self._url, self._slot, self._ledger = url, slot, ledger
+        self._shares = url.startswith("kvtier+unix") and "shared=no" not in url
+        self._pause = threading.Event()
+
+    def run(self, until_s: float) -> None:
+        client = WireClient(self._url).hello(version=2 if self._shares else 1)
+        kept, torn = b"kept %d" % self._slot, b"torn %d" % self._slot
+        data = payload_of(kept, SIZES[-2])
+        half = len(data) // 2
+        while time.monotonic() < until_s:
+            self._ask(client, Write(LINGERS, kept), data)
+            self._took_in(client, len(data))
+            held = [n for n in range(LINGERS) if self._shares and self._leased(client, n, kept)]
+            self._ask(client, Write(LINGERS, torn), data[:half], announced=len(data))
+            self._pause.wait(_LINGER_S)
+            client.socket.sendall(data[half:])
+            self._took_in(client, len(data))
+            if held:
+                client.send(Release(tuple(held)))
+        client.close()
+
+    def _ask(self, client: WireClient, message: Write, data: bytes, **how: int) -> None:
+        self._ledger.add(self._slot, "writes_begun")
+        client.send(message, data, **how)
+
+    def _took_in(self, client: WireClient, nbytes: int) -> None:
+        answer = client.answer()
+        assert isinstance(answer, Done)
+        if answer.status is Status.OK:
+            self._ledger.add(self._slot, "written")
+            self._ledger.add(self._slot, "written_bytes", nbytes)
+        else:
+            self._ledger.add(self._slot, "late" if answer.status is Status.LATE else "unwritten")
+
+    def _leased(self, client: WireClient, number: int, key: bytes) -> bool:
+        self._ledger.add(self._slot, "reads_begun")
+        client.send(Lease(number, key))
+        answer = client.answer()
+        assert isinstance(answer, Leased)
+        if answer.status is Status.OK:
+            self._ledger.add(self._slot, "read")
+            self._ledger.add(self._slot, "read_bytes", answer.nbytes)
+        elif answer.status is Status.ABSENT:
+            self._ledger.add(self._slot, "absent")
+        return answer.status is Status.OK
 
 
 class Clients:
