@@ -91,7 +91,7 @@ class Lookup:
             if codec not in usable:
                 fidelity = sequence.namespace.fidelity
                 fits = sequence.takes(codec)
-                usable[codec] = fits and self._shapes.codecs.readable(codec, fidelity)
+                usable[codec] = fits and self._shapes.usable(layout, codec, fidelity)
             if not usable[codec]:
                 break
             present.append(every if whole == shards else present_groups(layout, shards))

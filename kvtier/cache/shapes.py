@@ -5,8 +5,9 @@ from __future__ import annotations
 from kvtier.cache.planner import ChunkShape, chunk_shape
 from kvtier.codecs.known import KnownCodecs
 from kvtier.codecs.opaque import OpaqueCodec
+from kvtier.errors import KVTierError
 from kvtier.layout import shard_ids
-from kvtier.types import KVLayout, ShardId
+from kvtier.types import Fidelity, KVLayout, ShardId
 
 _SHAPES_MAX = 64
 
@@ -33,6 +34,19 @@ class Shapes:
             cut = maker.layout if isinstance(maker, OpaqueCodec) else layout
             shape = self._shapes[place] = chunk_shape(cut, maker, chunk=chunk)
         return shape
+
+    def usable(self, layout: KVLayout, codec: str, fidelity: Fidelity) -> bool:
+        """Tell whether a layout's chunks may be used as a codec packed them.
+
+        It is known here, exact enough, and takes such a layout: any name may stand in a header.
+        """
+        if not self.codecs.readable(codec, fidelity):
+            return False
+        try:
+            self.of(layout, 1, codec)
+        except KVTierError:
+            return False
+        return True
 
     def shards(self, layout: KVLayout) -> frozenset[ShardId]:
         """Return the shards of a whole chunk, which are the same under every codec."""

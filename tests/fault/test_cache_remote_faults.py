@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from kvtier.errors import (
     ConnectorTimeoutError,
     ConnectorUnavailableError,
 )
+from kvtier.shard_format import ShardDescription, parse_header, seal
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import EngineDouble, Loading, wait_until
 from kvtier.testing.faults import CutRead, DropKey, FailCall, Fault, Faulty, FlipBit, Operation
-from kvtier.types import Miss, MissReason, Tier
-from tests.lib.cache_setup import CHUNK, SPLIT, ranks, refused, tier_stats
+from kvtier.types import Fidelity, KVLayout, Miss, MissReason, Tier
+from tests.lib.cache_setup import CHUNK, FULL, SPLIT, ranks, refused, tier_stats
 from tests.lib.remote_lab import (
     RemoteLab,
     ToyRemote,
@@ -170,6 +172,37 @@ def test_a_lookup_that_is_answered_wrongly_finds_nothing(
 
     wait_until(given_up, "never given up")
     assert engine.match(sequence).tokens == 0
+
+
+def test_a_codec_that_no_such_layout_has_is_a_miss(lab: RemoteLab) -> None:
+    """A sound header may name it all the same: who writes to a remote writes what he likes."""
+    group = replace(FULL, dtype="float8_e4m3fn")
+    layout = KVLayout((group,), chunk_tokens=CHUNK, section_layers=1)
+
+    def opened() -> EngineDouble:
+        engine = lab.open(layout)
+        engine.namespace = replace(engine.namespace, fidelity=Fidelity.LOSSY)
+        return engine
+
+    engine = opened()
+    sequences = [engine.sequence(tokens_of(2, start)) for start in (0, 1000)]
+    for sequence in sequences:
+        engine.store(sequence)
+    uploaded(engine)
+    lab.close(engine)
+    (forged,) = chunk_of(sequences[0].chunk_keys[1], lab.remote.objects())
+    data = bytearray(lab.remote.objects()[forged])
+    header = parse_header(memoryview(data))
+    known = {each.name: getattr(header, each.name) for each in fields(ShardDescription)}
+    seal(memoryview(data), ShardDescription(**{**known, "codec": "int8"}))
+    lab.remote.put(forged, bytes(data))
+    engine = opened()
+    for _ in range(2):
+        for start, tokens in ((0, CHUNK), (1000, 2 * CHUNK)):
+            match = engine.match(engine.sequence(tokens_of(2, start)))
+            engine.cache.costs.choose(match, 0, match.tokens)
+            assert engine.load(match).outcome.end_token == tokens
+            engine.cache.holdings.evict([hit.key for hit in reversed(match.hits)], [Tier.DRAM])
 
 
 def test_a_remote_that_says_yes_to_all_gives_what_it_has(lab: RemoteLab) -> None:

@@ -43,11 +43,11 @@ class Below:
         disk = self._disk if "disk" not in without else None
         record = disk.ready(key) if disk is not None else None
         if record is not None and self._disk is not None:
-            codecs = self._shapes.codecs
-            readable = sequence.takes(record.codec) and codecs.readable(
-                record.codec, sequence.namespace.fidelity
+            fidelity = sequence.namespace.fidelity
+            usable = sequence.takes(record.codec) and self._shapes.usable(
+                sequence.layout, record.codec, fidelity
             )
-            if readable and self._disk.volume_of(record).answers:
+            if usable and self._disk.volume_of(record).answers:
                 return DiskSource(self._disk, record, self._executor)
         if self._remotes is None:
             return None

@@ -93,7 +93,8 @@ class Remotes:
         for remote in self.all:
             shards = remote.tier.shards(key) if remote.tier.answers else None
             codec = self._codec_in(remote, sequence, key)
-            if shards and self._shapes.codecs.readable(codec, sequence.namespace.fidelity):
+            fidelity = sequence.namespace.fidelity
+            if shards and self._shapes.usable(sequence.layout, codec, fidelity):
                 parent = sequence.entry_parent(chunk)
                 place, root = f"remote {remote.tier.number}", sequence.root
                 if place in without:
@@ -156,12 +157,14 @@ class Remotes:
         alike = told is not None and (opaque_codec(told) is None) == (sequence.codec is None)
         if told is not None and alike and sequence.takes(told):
             return told  # A payload of any size, or what was packed elsewhere.
-        codecs, namespace = self._shapes.codecs, sequence.namespace
+        namespace = sequence.namespace
         own = sequence.codec or remote.tier.codec_of(sequence.root)
-        # What another host packed may be of no use here; that says nothing of the rest.
-        if own is not None and codecs.readable(own, namespace.fidelity):
+        if own is not None and own in {self._codec, sequence.codec}:
             return own
-        return codecs.packing(self._codec, namespace)
+        # What another host packed may be of no use here; that says nothing of the rest.
+        if own is not None and self._shapes.usable(sequence.layout, own, namespace.fidelity):
+            return own
+        return self._shapes.codecs.packing(self._codec, namespace)
 
     def _to_ask(self, key: ChunkKey) -> Remote | None:
         """Return the first remote that may have a chunk and has not said so."""
