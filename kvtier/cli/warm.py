@@ -165,7 +165,8 @@ def _post(
         response = connection.getresponse()
         data = response.read(_ANSWER_BYTES_MAX)
     except (OSError, http.client.HTTPException) as error:
-        raise TierUnavailableError(f"{where}: no answer from the server: {error!r}") from error
+        server = f"{connection.host}:{connection.port}"
+        raise TierUnavailableError(f"{where}: no answer from {server}: {error}") from error
     try:
         answer = json.loads(data)
     except (ValueError, RecursionError):
