@@ -240,5 +240,10 @@ def _turns_on(
     rotary: Rotary, position_start: int, tokens: int, dim: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``_turns`` on a device, there when this returns."""
+    import torch
+
     cosine, sine = _turns(rotary, position_start, tokens, dim)
-    return cosine.to(device), sine.to(device)
+    # The present stream is the engine's: this would wait for its steps.
+    aside = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(aside):
+        return cosine.to(device), sine.to(device)

@@ -95,8 +95,11 @@ class CudaQueues:
         self._streams[copies].wait_event(mark)
 
     def ended(self, mark: torch.cuda.Event) -> bool:
-        """Ask the event."""
-        return bool(mark.query())  # type: ignore[no-untyped-call]
+        """Ask the event; where the device has failed, it is ``finish`` that raises."""
+        try:
+            return bool(mark.query())  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            return True
 
     def finish(self, mark: torch.cuda.Event) -> None:
         """Sleep until then."""
