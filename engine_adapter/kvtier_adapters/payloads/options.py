@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from kvtier.config import (
     CacheConfig,
@@ -13,8 +12,6 @@ from kvtier.config import (
     Durability,
     RemoteConfig,
     WriteMode,
-    from_table,
-    reject_unknown,
 )
 from kvtier.constants import (
     GIB,
@@ -31,10 +28,10 @@ from kvtier_adapters.payloads.limits import (
     DRAM_BYTES_DEFAULT,
     LOOKUP_DEADLINE_S_DEFAULT,
 )
+from kvtier_adapters.tables import read_table
 
 # Names as users write them, for fields whose name says their unit.
 _SPELLED: Final = {"dram": "dram_bytes"}
-_LISTS: Final = ("disk", "remote")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,18 +125,4 @@ def plug_options(table: object, where: str) -> PlugOptions:
     Sizes may be texts, ``disk`` and ``remote`` one text or several. Raises ``ConfigError`` that
     names ``where`` the table stands and what is wrong in it.
     """
-    table = {} if table is None else table
-    if not isinstance(table, Mapping):
-        raise ConfigError(f"{where} = {table!r}: allowed is a table of options")
-    spelled = {field: name for name, field in _SPELLED.items()}
-    reject_unknown(
-        table, [spelled.get(each.name, each.name) for each in fields(PlugOptions)], where
-    )
-    values: dict[str, Any] = {}
-    for name, value in {str(name): value for name, value in table.items()}.items():
-        one = name in _LISTS and isinstance(value, str)
-        values[_SPELLED.get(name, name)] = [value] if one else value
-    try:
-        return from_table(PlugOptions, values)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+    return read_table(PlugOptions, table, where, _SPELLED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
@@ -14,8 +14,6 @@ from kvtier.config import (
     Durability,
     RemoteConfig,
     WriteMode,
-    from_table,
-    reject_unknown,
 )
 from kvtier.constants import (
     CHUNK_TOKENS_DEFAULT,
@@ -28,11 +26,11 @@ from kvtier.constants import (
 from kvtier.errors import ConfigError
 from kvtier.registry import split_codec
 from kvtier.types import Placement
+from kvtier_adapters.tables import read_table
 
 _WHERE: Final = "kv_connector_extra_config"
 # Names as users write them, for fields whose name says their unit.
 _SPELLED: Final = {"dram": "dram_bytes", "tenant_quota": "tenant_quota_bytes"}
-_LISTS: Final = ("disk", "remote")
 
 
 class BlockForm(StrEnum):
@@ -132,11 +130,4 @@ def parse_options(table: Mapping[str, Any]) -> Options:
     Sizes may be texts, ``disk`` and ``remote`` one text or several. Raises ``ConfigError`` that
     names the option, for an unknown name with the nearest one.
     """
-    spelled = {field: name for name, field in _SPELLED.items()}
-    known = [spelled.get(each.name, each.name) for each in fields(Options)]
-    reject_unknown(table, known, _WHERE)
-    values: dict[str, Any] = {}
-    for name, value in table.items():
-        one = name in _LISTS and isinstance(value, str)
-        values[_SPELLED.get(name, name)] = [value] if one else value
-    return from_table(Options, values, _WHERE)
+    return read_table(Options, table, _WHERE, _SPELLED)
