@@ -71,7 +71,7 @@ def dram_cache(chunks: int, folder: str) -> Cache:
     """Return a cache that holds the first ``chunks / PROMPT_CHUNKS`` prompts in DRAM."""
     del folder
     needed = chunks * chunk_shape(LAYOUT, codecs.load("raw")()).chunk_bytes
-    with mock.patch("kvtier.tiers.memory._populate"):
+    with mock.patch("kvtier.tiers.memory.populate"):
         cache = Cache(CacheConfig(dram_bytes=needed + 64 * MIB))
     for prompt in range(chunks // PROMPT_CHUNKS):
         sequence = cache.sequence(NAMESPACE)

@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 
-from kvtier_kernels import raw
-from kvtier_kernels.raw import Span
-from kvtier_kernels.transfer.stripes import Cut, PoolForm, Shape, Stripe
-from kvtier_kernels.transfer.triton import launch, launch_section
-from tests.lib.compile_rotated import TOKENS, stripes
+from tests.lib.interpreted import choose_interpreter
+
+choose_interpreter()
+
+import triton  # noqa: E402
+
+from kvtier_kernels import raw  # noqa: E402
+from kvtier_kernels.raw import Span  # noqa: E402
+from kvtier_kernels.transfer.stripes import Cut, PoolForm, Shape, Stripe  # noqa: E402
+from kvtier_kernels.transfer.triton import launch, launch_section  # noqa: E402
+from tests.lib.compile_rotated import TOKENS, stripes  # noqa: E402
 
 CASES = [pytest.param(stripe, id=name) for name, _, stripe in stripes()]
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -117,7 +117,7 @@ def test_a_context_must_hold_a_window() -> None:
 def test_the_shipped_text_is_prose_with_its_source_beside_it() -> None:
     name, text = read_text(None)
     assert name == DEFAULT_NAME
-    assert 40_000 < len(text.encode()) < 60_000
+    assert 100_000 < len(text.encode()) < 120_000, "4,096 positions, and no more than that"
     assert text.startswith("Query 1. Do not Bodies act upon Light at a distance")
     assert not set("_[]{}<>") & set(text)
 

@@ -19,6 +19,7 @@ from kvtier.errors import ConfigError, TierUnavailableError
 from kvtier.testing.engine_double import EngineDouble, wait_until
 from kvtier.tiers.disk.files import LocalFiles
 from kvtier.tiers.disk.verify import Problem, Verdict, Verifier
+from kvtier.types import ChunkKey
 
 CHUNKS = 4
 GROUP = KVGroup(GroupKind.FULL, (0, 1, 2), kv_heads=2, k_dim=8, v_dim=8, dtype="float32")
@@ -41,8 +42,8 @@ def run_once(root: Path) -> Cache:
     return cache
 
 
-def spread(one: Path, other: Path) -> int:
-    """Store a sequence that goes on until both directories have some of it; return its chunks.
+def spread(one: Path, other: Path) -> list[ChunkKey]:
+    """Store a sequence that goes on until both directories have some of it; return its keys.
 
     A directory takes none before it was swept, and of those that were the one with most room does.
     """
@@ -59,7 +60,7 @@ def spread(one: Path, other: Path) -> int:
         prompt.append(list(range(16)))
     engine.close()
     cache.close()
-    return chunks
+    return list(prompt.chunk_keys)
 
 
 @pytest.fixture
@@ -174,19 +175,20 @@ def test_what_is_no_tier_is_refused(tmp_path: Path) -> None:
 
 def test_the_directories_of_a_tier_are_read_together(tmp_path: Path) -> None:
     one, other = roots = (tmp_path / "one", tmp_path / "other")
-    chunks = spread(*roots)
+    keys = spread(*roots)
     verdict = inspect(*roots)
-    assert (verdict.sound_shards, verdict.findings) == (chunks, ())
+    assert (verdict.sound_shards, verdict.findings) == (len(keys), ())
     alone = problems(inspect(one)) | problems(inspect(other))
     assert Problem.ORPHAN in alone.values()  # Without what lies above.
-    last = max(shards(one) + shards(other), key=lambda path: path.name.split("-")[1])
+    every = shards(one) + shards(other)
+    (last,) = (path for path in every if path.name.startswith(keys[-1].hex()))
     flip(last, 5000)
     command = ["verify", str(one), str(other)]
     assert CliRunner().invoke(app, command).exit_code == 1
     assert CliRunner().invoke(app, [*command, "--repair"]).exit_code == 0
     assert (last.parents[2] / "quarantine" / last.name).exists()
     verdict = inspect(*roots)
-    assert (verdict.sound_shards, verdict.findings) == (chunks - 1, ())
+    assert (verdict.sound_shards, verdict.findings) == (len(keys) - 1, ())
 
 
 def test_of_several_directories_in_use_none_is_repaired(tmp_path: Path) -> None:

@@ -91,7 +91,11 @@ class Link:
         else:
             kind = _Tls if settings.tls else _Tcp
             connection = kind(host=node.host, port=node.port, **options)
-        connection.connect()
+        try:
+            connection.connect()
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            # What redis-py makes of an answer to its login that is no RESP.
+            raise redis_errors.InvalidResponse(f"no Redis answers: {error!r}") from error
         self._connection = connection
         self._socket = connection.payload
         self._socket.settimeout(settings.timeout_s)
