@@ -83,9 +83,9 @@ def test_whoever_is_configured_otherwise_reads_it_all_the_same(
         assert outcome is not None
         assert outcome.tokens_by_tier == {Tier.REMOTE: TOKENS}
         assert room.error() == 0.0
+    wait_until(lambda: remote_of(room).counters.read_bytes == store.nbytes, "not all is counted")
     counters = remote_of(room).counters
     assert (counters.corrupt_shards, counters.io_errors) == (0, 0)
-    assert counters.read_bytes == store.nbytes
     room.close()
 
 
