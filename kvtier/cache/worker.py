@@ -133,7 +133,7 @@ class CacheWorker:
 
     def _goes_in_turns(self, plan: Plan) -> bool:
         """Whether the device makes all of the moves by itself, with nothing to do for the host."""
-        if self._pinned is None:
+        if self._pinned is None or not self._cuda:
             return False
         try:
             codecs = [self._codecs.get(name) for name in {m.codec for m in self._mine(plan)}]

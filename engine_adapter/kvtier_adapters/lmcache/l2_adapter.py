@@ -154,7 +154,7 @@ class KVTierL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         }[kind]
         try:
             tell(*what)
-        except Exception:
+        except Exception:  # LMCache's own code: the others are told all the same.
             _log.exception("a listener of LMCache raised")
 
     def _names_boundary(self, keys: list[Any]) -> list[Named] | None:

@@ -126,7 +126,7 @@ class KVTierTier(SecondaryTierManager):  # type: ignore[misc]
             chunks = self._slices(job.chunk_ids)
             if len(keys) != len(chunks):
                 raise ValueError(f"{len(keys)} keys for {len(chunks)} chunks")
-        except Exception as error:
+        except Exception as error:  # A job that is lost would hang vLLM.
             self._complaints.tell("job", f"a job that cannot be read: {error!r}")
             self._desk.fail(job.job_id, len(job.keys))
             return
