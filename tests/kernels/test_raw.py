@@ -206,11 +206,44 @@ def test_views_that_differ_are_refused() -> None:
         ([(k_view, v_view[:4])], "differ in shape"),
         ([(k_view, v_view.to(torch.bfloat16))], "dtype or device"),
         ([(k_view, v_view.transpose(1, 3))], "differ in shape"),
-        ([(k_view, v_view.repeat_interleave(2, 3)[..., ::2])], "not dense"),
+        ([(k_view[..., :0], v_view)], "without values"),
     ]
     for layers, message in bad:
         with pytest.raises(ValueError, match=message):
             raw.pack(layers, PLAIN.span, section)
+
+
+def test_rows_that_a_gpus_kernels_cannot_move_are_refused() -> None:
+    apart = [
+        (view.to("meta"), view.to("meta").repeat_interleave(2, 3)[..., ::2])
+        for view, _ in PLAIN.views("cpu")
+    ]
+    with pytest.raises(ValueError, match="not dense"):
+        raw.check_span(apart, PLAIN.span)
+
+
+@pytest.mark.parametrize("first", [0, 5])
+@pytest.mark.parametrize("blocks", [(6, 2, 5, 0), (2, 3, 4, 5)])
+def test_rows_whose_values_lie_apart(first: int, blocks: tuple[int, ...]) -> None:
+    """On a CPU an engine may keep K with a block's tokens innermost."""
+    dense = [(torch.randn(8, 16, 3, 8), torch.randn(8, 16, 3, 8)) for _ in range(2)]
+    apart = [(k.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2), v.clone()) for k, v in dense]
+    assert apart[0][0].stride(3) == 16
+    span = replace(plain_span(64), kv_heads=3, head_count=3, block_ids=blocks)
+    span = replace(span, token_start=first, token_count=64 - first)
+    sections = [memoryview(bytearray(2 * 3 * 64 * 16 * 4)) for _ in range(2)]
+    for layers, section in zip((dense, apart), sections, strict=True):
+        raw.pack(layers, span, section)
+    assert sections[0] == sections[1]
+    for layers in (dense, apart):
+        for views in layers:
+            for view in views:
+                view.zero_()
+        raw.unpack(sections[0], layers, span)
+    for ours, theirs in zip(dense, apart, strict=True):
+        assert torch.equal(ours[0], theirs[0])
+        assert torch.equal(ours[1], theirs[1])
+        assert ours[0].any()
 
 
 @pytest.mark.parametrize("nbytes", [0, PLAIN.section_bytes - 1, PLAIN.section_bytes + 1])

@@ -10,7 +10,13 @@ import torch
 
 from kvtier.layout import validate_layout
 from kvtier.types import Part, Placement
-from kvtier_adapters.vllm.geometry import Geometry, load_range, read_geometry, sort_layers
+from kvtier_adapters.vllm.geometry import (
+    Geometry,
+    Transposes,
+    load_range,
+    read_geometry,
+    sort_layers,
+)
 from kvtier_adapters.vllm.pool import VllmPool, open_pool
 
 
@@ -43,8 +49,16 @@ def vllm_config(device: str = "cuda", heads: int = 2, **parallel: Any) -> Simple
     )
 
 
-def read(config: SimpleNamespace, *specs: SimpleNamespace) -> Geometry | str:
-    return read_geometry(config, cache_config(*(specs or (spec(),))), opaque=False)
+def never(*sizes: Any) -> bool:
+    """A CPU on which vLLM packs blocks in a way that is not known."""
+    return False
+
+
+def read(
+    config: SimpleNamespace, *specs: SimpleNamespace, transposes: Transposes = never
+) -> Geometry | str:
+    caches = cache_config(*(specs or (spec(),)))
+    return read_geometry(config, caches, opaque=False, transposes=transposes)
 
 
 def known(config: SimpleNamespace, *specs: SimpleNamespace) -> Geometry:
@@ -166,7 +180,7 @@ def test_an_unknown_attention_is_refused_unless_its_blocks_are_opaque() -> None:
     named = dict.fromkeys(geometry.layer_names, "NEW_ATTN")
     refusal = open_pool(geometry, caches(geometry), named)
     assert "NEW_ATTN" in str(refusal)
-    opaque = read_geometry(vllm_config(), cache_config(spec()), opaque=True)
+    opaque = read_geometry(vllm_config(), cache_config(spec()), opaque=True, transposes=never)
     assert isinstance(opaque, Geometry)
     assert isinstance(open_pool(opaque, caches(opaque), named), VllmPool)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,12 +22,16 @@ _SCALED: Final = ("NONE", "FP8_PER_TENSOR")
 _LAYER: Final = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
+#: Tells of dtype, block's tokens, KV heads and head's size whether K alone is transposed.
+Transposes = Callable[[Any, int, int, int], bool]
+
+
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """One KV group of full attention. ``layer_names`` are in the model's order.
 
     ``kv_heads`` counts all ranks together and ``rank_heads`` those of one. Of an ``opaque`` block
-    only the bytes are known.
+    only the bytes are known; in others K may be transposed, as ``cpu_blocks`` says.
     """
 
     layer_names: tuple[str, ...]
@@ -41,13 +45,15 @@ class Geometry:
     tp_size: int
     opaque: bool
     cache_dtype: str
+    transposed: bool = False
 
-    def layout(self, chunk_tokens: int) -> KVLayout:
-        """Return how chunks of this KV are cut: a shard for each rank."""
+    def layout(self, chunk_tokens: int, head_groups: int = 0) -> KVLayout:
+        """Return how chunks of this KV are cut: in so many head groups, 0 for one a rank."""
         group = KVGroup(
             GroupKind.FULL, self.layers, self.kv_heads, self.head_dim, self.head_dim, self.dtype
         )
-        return KVLayout((group,), chunk_tokens=chunk_tokens, head_groups=self.tp_size)
+        parts = head_groups or self.tp_size
+        return KVLayout((group,), chunk_tokens=chunk_tokens, head_groups=parts)
 
     def placements(self) -> tuple[Placement, ...]:
         """Return the workers that hold it, numbered by their rank."""
@@ -70,10 +76,13 @@ class Geometry:
         )
 
 
-def read_geometry(vllm_config: Any, kv_cache_config: Any, *, opaque: bool) -> Geometry | str:
+def read_geometry(
+    vllm_config: Any, kv_cache_config: Any, *, opaque: bool, transposes: Transposes
+) -> Geometry | str:
     """Return what vLLM's configuration says of its KV, or why the connector cannot serve it.
 
-    On a CPU blocks are opaque: there vLLM packs them as the machine's instructions like them.
+    On a CPU vLLM packs blocks as the machine's instructions like them: unless it ``transposes``
+    K and does nothing else, they are opaque.
     """
     refusal = _refusal(vllm_config, kv_cache_config)
     if refusal:
@@ -91,6 +100,14 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, *, opaque: bool) -> Ge
     kv_heads = int(vllm_config.model_config.get_total_num_kv_heads())
     if max(1, kv_heads // tp_size) != spec.num_kv_heads:
         return f"{kv_heads} KV heads on {tp_size} ranks do not make {spec.num_kv_heads} for each"
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    on_cpu = vllm_config.device_config.device_type == "cpu"
+    transposed = (
+        on_cpu
+        and not opaque
+        and cache_dtype == "auto"
+        and transposes(spec.dtype, spec.block_size, spec.num_kv_heads, spec.head_size)
+    )
     return Geometry(
         layer_names=tuple(names.values()),
         layers=tuple(names),
@@ -101,8 +118,9 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, *, opaque: bool) -> Ge
         block_tokens=int(spec.block_size),
         block_count=int(kv_cache_config.num_blocks),
         tp_size=tp_size,
-        opaque=opaque or vllm_config.device_config.device_type == "cpu",
-        cache_dtype=str(vllm_config.cache_config.cache_dtype),
+        opaque=opaque or (on_cpu and not transposed),
+        cache_dtype=cache_dtype,
+        transposed=transposed,
     )
 
 

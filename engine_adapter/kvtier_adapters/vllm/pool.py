@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvtier.types import Part
+from kvtier_adapters.vllm.cpu_blocks import CPU_BACKEND, split_block
 from kvtier_adapters.vllm.geometry import PLAIN_BACKENDS, Geometry
 
 if TYPE_CHECKING:
@@ -14,15 +15,19 @@ if TYPE_CHECKING:
 class VllmPool:
     """One rank's layers, each ``[blocks, kv_heads, tokens, K then V]``.
 
-    Satisfies ``kvtier.interfaces.PagedPool``. Of opaque blocks the two halves of a row are not K
+    Satisfies ``kvtier.interfaces.PagedPool``. ``cpu_blocks`` says how transposed ones differ. Of
+    opaque blocks the two halves of a row are not K
     and V; as long as whole blocks move, and only bytes, that makes no difference.
     """
 
     def __init__(self, geometry: Geometry, layers: list[torch.Tensor]) -> None:
         self._geometry = geometry
         dim = geometry.head_dim
-        rows = [layer.permute(0, 2, 1, 3) for layer in layers]
-        self._views = [(each[..., :dim], each[..., dim:]) for each in rows]
+        if geometry.transposed:
+            self._views = [split_block(layer, dim) for layer in layers]
+        else:
+            rows = [layer.permute(0, 2, 1, 3) for layer in layers]
+            self._views = [(each[..., :dim], each[..., dim:]) for each in rows]
         self._device = layers[0].device
 
     @property
@@ -72,7 +77,8 @@ def open_pool(
         if found != (shape, geometry.dtype, 1):
             return f"layer {name} is {found[1]} {found[0]}, not {geometry.dtype} {shape}"
         backend = backends.get(name, "unknown")
-        if not geometry.opaque and backend not in PLAIN_BACKENDS:
+        plain = (CPU_BACKEND,) if geometry.transposed else PLAIN_BACKENDS
+        if not geometry.opaque and backend not in plain:
             return (
                 f"how attention by {backend} keeps K and V is not known; with "
                 '"blocks": "opaque" its blocks are stored as they are, for the same vLLM only'

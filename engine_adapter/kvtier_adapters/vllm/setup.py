@@ -23,6 +23,7 @@ from kvtier.errors import ConfigError
 from kvtier.interfaces import Clock
 from kvtier.tiers.memory import map_arena
 from kvtier.types import Fidelity, Namespace, Placement
+from kvtier_adapters.vllm.cpu_blocks import vllm_transposes_keys_boundary
 from kvtier_adapters.vllm.geometry import Geometry, read_geometry
 from kvtier_adapters.vllm.identity import weights_id
 from kvtier_adapters.vllm.messages import Orders
@@ -69,7 +70,12 @@ def read_setup(vllm_config: Any, kv_cache_config: Any, version: str) -> Setup:
             "would be an error to the client; allowed is 'recompute'"
         )
     opaque = options.blocks is BlockForm.OPAQUE
-    geometry = read_geometry(vllm_config, kv_cache_config, opaque=opaque)
+    geometry = read_geometry(
+        vllm_config,
+        kv_cache_config,
+        opaque=opaque,
+        transposes=vllm_transposes_keys_boundary,
+    )
     namespace, config, block_tokens = None, None, 1
     if isinstance(geometry, Geometry):
         block_tokens = geometry.block_tokens

@@ -86,7 +86,7 @@ class _Planes(NamedTuple):
 
     def pool_rows(self, run: _Run) -> torch.Tensor:
         """The run in the pool: ``[layer, part, head, block, token, dim]``."""
-        block_step, token_step, head_step, _ = self.view.stride()
+        block_step, token_step, head_step, value_step = self.view.stride()
         first = run.block * block_step + run.token * token_step + self.pool_head * head_step
         return self.view.as_strided(
             (
@@ -96,7 +96,7 @@ class _Planes(NamedTuple):
                 run.token_count,
                 self.view.shape[3],
             ),
-            (*self.pool_steps, head_step, block_step, token_step, 1),
+            (*self.pool_steps, head_step, block_step, token_step, value_step),
             self.view.storage_offset() + first,
         )
 
@@ -253,6 +253,6 @@ def _indexed_rows(planes: _Planes, indexed: _Indexed) -> tuple[torch.Tensor, tor
     last two as one where a head's tokens of one block touch: a copy per block, not per token.
     """
     pool, plane = planes.pool_rows(indexed.pool), planes.plane_rows(indexed.plane)
-    if pool.stride(4) == pool.shape[5]:
+    if pool.stride(4) == pool.shape[5] and pool.stride(5) == 1:
         return pool.flatten(4), plane.flatten(4)
     return pool, plane

@@ -22,7 +22,8 @@ class PoolLayers(tuple[LayerViews, ...]):  # noqa: SLOT001
     #: Bytes of a token's row of one head, K and V together.
     token_bytes: int
     device: torch.device
-    #: Bytes of one row, and from a block, a token, a head to the next. None where the views differ.
+    #: Bytes of one row, and from a block, a token, a head to the next. None where the views differ,
+    #: where a row's values do not touch, and on a GPU.
     row_bytes: int
     steps: tuple[int, int, int] | None
     #: Where each view begins, in the order ``[layer][K, V]``.
@@ -47,7 +48,8 @@ class PoolLayers(tuple[LayerViews, ...]):  # noqa: SLOT001
         self.row_bytes = dim * self.element_bytes
         block, token, head, _ = (step * self.element_bytes for step in first.stride())
         alike = all(v.shape == first.shape and v.stride() == first.stride() for v in views)
-        self.steps = (block, token, head) if alike and self.device.type == "cpu" else None
+        rows = alike and first.stride(3) == 1 and self.device.type == "cpu"
+        self.steps = (block, token, head) if rows else None
         self.addresses = tuple(view.data_ptr() for view in views)
         return self
 
@@ -57,5 +59,8 @@ def _check_view(view: torch.Tensor, first: torch.Tensor) -> None:
         raise ValueError(f"views differ in shape: {tuple(view.shape)}, {tuple(first.shape)}")
     if view.dtype != first.dtype or view.device != first.device:
         raise ValueError("views differ in dtype or device")
-    if view.shape[3] < 1 or (view.shape[3] > 1 and view.stride(3) != 1):
+    if view.shape[3] < 1:
+        raise ValueError("rows without values")
+    # Kernels move rows, torch on a CPU whatever it is shown.
+    if view.device.type != "cpu" and view.shape[3] > 1 and view.stride(3) != 1:
         raise ValueError(f"the last dimension is not dense: strides {view.stride()}")
