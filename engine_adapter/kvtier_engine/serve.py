@@ -171,7 +171,7 @@ def build(settings: Settings) -> Server:
     dtype = None if config.dtype is DtypeChoice.AUTO else config.dtype.value
     weights_id = config.weights_id or None
     loaded = load_model(config.model, device=device, dtype=dtype, weights_id=weights_id)
-    layout = kv_layout(loaded.config, loaded.dtype, config.chunk_tokens)
+    layout = kv_layout(loaded.config, loaded.dtype, config.chunk_tokens, config.head_groups)
     pool = _pool(config, layout, device)
     model = ServedModel(
         name=config.served_model_name or loaded.name,
@@ -315,7 +315,7 @@ def _tiers_boundary(
     warm_up(
         worker,
         cache.codecs,
-        [cache.codecs.packing(name, namespace) for name in config.codecs],
+        cache.codecs.foreseen(namespace, config.codecs),
         namespace.layout,
         block_tokens=pool.block_tokens,
         arena_bytes=config.dram_bytes,

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from kvtier.codecs.calibration import Calibration
+import numpy as np
+
+from kvtier.codecs.calibration import Calibration, Rotary
 from kvtier.codecs.calibrator import Calibrator
 from kvtier.codecs.rope import parse_rope
 from kvtier.errors import ConfigError
@@ -72,16 +74,30 @@ def stored_name(text: str) -> tuple[str, str]:
 def calibrator_for(namespace: Namespace) -> Calibrator | Fallback:
     """Return what learns a namespace's calibration, or why its K cannot be turned back.
 
-    All groups of the layout are taken to turn as ``namespace.rope`` says. Asked once per
-    namespace: a reason is logged.
+    Asked once per namespace: a reason is logged.
     """
     try:
-        rope = parse_rope(namespace.rope)
-        for group in namespace.layout.groups:
-            if group.k_dim != rope.dim:
-                raise ConfigError(f"K has {group.k_dim} values, its rotary embedding {rope.dim}")
-        rotary = rope.rotary_embedding()
-        return Calibrator(namespace.layout, (rotary,) * len(namespace.layout.groups))
+        return Calibrator(namespace.layout, _rotaries(namespace))
     except ConfigError as error:
         _log.warning("no centred codec for this model, %s stands in: %s", UNCALIBRATED, error)
         return Fallback(Uncentred.ROPE, str(error))
+
+
+def blank_calibration(namespace: Namespace) -> Calibration:
+    """Return a calibration that takes nothing from K, for kernels to be tried with.
+
+    Raises ``ConfigError`` where no calibration can be learned.
+    """
+    layout = namespace.layout
+    shapes = [(len(group.layers), group.kv_heads, group.k_dim) for group in layout.groups]
+    means = tuple(np.zeros(shape, np.float32) for shape in shapes)
+    return Calibration(layout, means, _rotaries(namespace))
+
+
+def _rotaries(namespace: Namespace) -> tuple[Rotary, ...]:
+    """All groups of the layout are taken to turn as ``namespace.rope`` says."""
+    rope = parse_rope(namespace.rope)
+    for group in namespace.layout.groups:
+        if group.k_dim != rope.dim:
+            raise ConfigError(f"K has {group.k_dim} values, its rotary embedding {rope.dim}")
+    return (rope.rotary_embedding(),) * len(namespace.layout.groups)

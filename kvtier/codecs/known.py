@@ -7,6 +7,7 @@ id. What is asked for as ``int4`` packs as ``int5k4v`` until the model has a cal
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import Counter
@@ -22,6 +23,7 @@ from kvtier.codecs.centred import (
     UNCALIBRATED,
     WEAK,
     Uncentred,
+    blank_calibration,
     calibrator_for,
     codec_for,
     stored_name,
@@ -189,6 +191,24 @@ class KnownCodecs:
             self._reasons[name, _model(namespace)] = reason
         if isinstance(calibrator, Calibrator):
             self._learning = _Learning(calibrator, namespace, tuple(missing))
+
+    def foreseen(self, namespace: Namespace, names: Sequence[str]) -> list[str]:
+        """Return the names of all codecs that may pack where these are configured.
+
+        Once a calibration is learned another one packs: its kernels are better compiled before. It
+        is known by a blank calibration here, which nothing is packed with. After ``find``.
+        """
+        foreseen: list[str] = []
+        for name in names:
+            now = self.packing(name, namespace)
+            foreseen.append(now)
+            if now == UNCALIBRATED != name:
+                foreseen.append(WEAK)
+                with contextlib.suppress(ConfigError):  # Nothing can be learned.
+                    blank = codec_for(name, blank_calibration(namespace))
+                    self._known[blank.name] = blank
+                    foreseen.append(blank.name)
+        return list(dict.fromkeys(foreseen))
 
     def observe(self, pool: PagedPool, move: Move) -> None:
         """Learn from KV that is being stored, while a calibration is missing.

@@ -8,6 +8,7 @@ from kvtier.cache.cache import Cache
 from kvtier.cache.warm_up import warm_up
 from kvtier.cache.worker import CacheWorker
 from kvtier.codecs.calibrator import Calibrator
+from kvtier.codecs.centred import blank_calibration, codec_for
 from kvtier.config import CacheConfig
 from kvtier.constants import MIB
 from kvtier.interfaces import PagedPool
@@ -22,6 +23,7 @@ from kvtier.types import (
     Part,
     Placement,
     Plan,
+    Result,
 )
 
 GROUP = KVGroup(GroupKind.FULL, (0, 1), kv_heads=2, k_dim=64, v_dim=64, dtype="float32")
@@ -36,6 +38,11 @@ class Told(CacheWorker):
     def execute(self, plan: Plan) -> None:
         self.plans = [*getattr(self, "plans", []), plan]
         super().execute(plan)
+
+    def poll(self) -> list[Result]:
+        answers = super().poll()
+        self.answers = [*getattr(self, "answers", []), *answers]
+        return answers
 
 
 class Mute(CacheWorker):
@@ -71,11 +78,16 @@ def test_every_codec_packs_and_unpacks_once_and_nothing_is_held_or_learned(
     worker = Told(Placement(), cache.arena, codecs=cache.codecs)
     worker.register_pool(pool())
     assert cache.codecs.find(NAMESPACE, ["int4"]) == ["int4"]
-    warm(cache, worker, "raw", "int8", cache.codecs.packing("int4", NAMESPACE))
+    names = cache.codecs.foreseen(NAMESPACE, ["raw", "int8", "int4"])
+    warm(cache, worker, *names)
     cache.prepare(NAMESPACE)
+    blank = codec_for("int4", blank_calibration(NAMESPACE)).name
+    assert names == ["raw", "int8", "int5k4v", "int6", blank]
     assert [{move.codec for move in plan.moves} for plan in worker.plans] == [
-        {name} for name in ("raw", "int8", "int5k4v") for _ in ("store", "load")
+        {name} for name in names for _ in ("first chunk", "later one") for _ in ("store", "load")
     ]
+    assert [result.ok for result in worker.answers] == [True] * len(worker.plans)
+    assert cache.codecs.packing("int4", NAMESPACE) == "int5k4v", "nothing is learned yet"
     assert seen == [], "what it moved is no model's KV"
     assert worker.poll() == []
     assert cache.stats().tiers[0].used_bytes == 0

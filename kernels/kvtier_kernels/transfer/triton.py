@@ -45,6 +45,9 @@ from kvtier_kernels.transfer.stripes import (
 #: As many programs as there are tiles.
 UNLIMITED: Final = 2**30
 
+#: What differs from launch to launch: one compiled kernel for all of its values.
+_VARYING: Final = ("total", "tiles", "heads", "tokens", "skipped")
+
 _ELEMENTS: Final = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 _JOB_FIELDS = tl.constexpr(JOB_FIELDS)
@@ -176,7 +179,7 @@ def kernel_around(function: Any, body: Any) -> Any:
     scope = {**function.__globals__, "body": body}
     made = FunctionType(function.__code__, scope, function.__name__)
     made.__annotations__ = function.__annotations__
-    return triton.jit(made)
+    return triton.jit(made, do_not_specialize=_VARYING)
 
 
 def row_kernel(body: Any) -> Any:
