@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 LAYERS, HEADS, KV_HEADS, DIM = 32, 32, 8, 128
-ROUNDS: Final = 3
+ROUNDS: Final = 5
 GIB: Final = 1 << 30
 #: Settings of KVTier by way; ``vllm-cpu`` is vLLM's own connector.
 WAYS: Final[dict[str, dict[str, Any] | None]] = {
