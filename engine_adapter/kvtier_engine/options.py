@@ -244,6 +244,13 @@ OPTIONS: Final[tuple[Option, ...]] = (
         "N",
         "tokens per chunk of the cache, a multiple of a block",
     ),
+    Option(
+        "head_groups",
+        _whole(1, 0xFFFF),
+        1,
+        "N",
+        "parts that KV heads are stored in, as of engines on N GPUs",
+    ),
     Option("max_num_seqs", _whole(1, 4096), 16, "N", "sequences that run at once"),
     Option(
         "max_num_batched_tokens", _whole(1, _COUNT_MAX), 512, "N", "tokens computed in one step"

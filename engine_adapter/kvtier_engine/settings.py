@@ -65,6 +65,7 @@ class EngineConfig:
     kv_bytes: int
     block_tokens: int
     chunk_tokens: int
+    head_groups: int
     max_num_seqs: int
     max_num_batched_tokens: int
     dram: int

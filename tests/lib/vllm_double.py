@@ -140,15 +140,16 @@ class VllmDouble:
         step_tokens: int = 24,
         duties: Duties | None = None,
         hasty: bool = False,
+        heads: int = HEADS,
     ) -> None:
         """With ``hasty`` all moves are made before the step's forward, else beside it."""
-        self.block_tokens, self.step_tokens = block_tokens, step_tokens
+        self.block_tokens, self.step_tokens, self.heads = block_tokens, step_tokens, heads
         self.pool = DoublePool(block_count)
         clock = SystemClock()
-        duties = duties or Duties(block_tokens, running_max=4, load_deadline_s=0.5)
+        duties = duties or Duties(block_tokens, 4, load_deadline_s=0.5, ranks=ranks)
         self.side = SchedulerSide(cache, namespace, duties, clock, None)
         self.side.bind(self.pool)
-        self.geometry = double_geometry(ranks, block_tokens, block_count)
+        self.geometry = double_geometry(ranks, block_tokens, block_count, heads)
         shape = (block_count, self.geometry.rank_heads, block_tokens, 2 * DIM)
         self.memory = [[torch.full(shape, -1.0) for _ in range(LAYERS)] for _ in range(ranks)]
         self.workers = [self._open_rank(cache, rank, hasty=hasty) for rank in range(ranks)]
@@ -327,7 +328,7 @@ class VllmDouble:
         return torch.stack([plane[request.table[block], :, row] for plane in self.memory[rank]])
 
     def _expected(self, rank: int, request: DoubleRequest, position: int) -> torch.Tensor:
-        heads = head_range(HEADS, rank, len(self.memory))
+        heads = head_range(self.heads, rank, len(self.memory))
         base = torch.arange(LAYERS).view(-1, 1, 1) * 262_144
         head = torch.tensor(list(heads)).view(1, -1, 1) * 65_536
         return (base + head + request.kv(position)).expand(-1, -1, 2 * DIM).float()
@@ -364,13 +365,15 @@ class VllmDouble:
             request.table = []
 
 
-def double_geometry(ranks: int, block_tokens: int, block_count: int) -> Geometry:
-    """The double's model: two layers, two KV heads."""
+def double_geometry(
+    ranks: int, block_tokens: int, block_count: int, heads: int = HEADS
+) -> Geometry:
+    """The double's model: two layers, two KV heads unless said otherwise."""
     return Geometry(
         layer_names=tuple(f"model.layers.{layer}.attn" for layer in range(LAYERS)),
         layers=tuple(range(LAYERS)),
-        kv_heads=HEADS,
-        rank_heads=max(1, HEADS // ranks),
+        kv_heads=heads,
+        rank_heads=max(1, heads // ranks),
         head_dim=DIM,
         dtype="float32",
         block_tokens=block_tokens,

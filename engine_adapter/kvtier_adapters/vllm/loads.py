@@ -42,10 +42,11 @@ class _RunningLoad:
 class LoadDesk:
     """Begins loads, orders their plans and says how they ended. The scheduler's thread only."""
 
-    def __init__(self, cache: Cache, guard: Guard, block_tokens: int) -> None:
+    def __init__(self, cache: Cache, guard: Guard, block_tokens: int, ranks: int) -> None:
         self._cache = cache
         self._guard = guard
         self._block_tokens = block_tokens
+        self._ranks = ranks
         self._running: dict[int, _RunningLoad] = {}
         self._ends: list[LoadEnd] = []
         self._count = 0
@@ -80,7 +81,7 @@ class LoadDesk:
             followed.disappointed = True
             self._ends.append(LoadEnd(self._count, request_id, ids))
             return
-        units = load_units(followed.sequence.layout, tokens)
+        units = load_units(followed.sequence.layout, self._ranks, tokens)
         load = _RunningLoad(self._count, request_id, followed, handle, ids, start, units)
         self._running[self._count] = load
 
@@ -154,10 +155,9 @@ def newly_ordered(plans: Iterable[Plan], ordered: set[_Unit]) -> int:
     return new
 
 
-def load_units(layout: KVLayout, tokens: int) -> int:
+def load_units(layout: KVLayout, ranks: int, tokens: int) -> int:
     """Return what all plans of a load of so many tokens move, into the pools of all ranks."""
     (group,) = layout.groups
     sections = -(-len(group.layers) // layout.section_layers)
-    ranks = layout.head_groups
     heads = sum(len(head_range(group.kv_heads, rank, ranks)) for rank in range(ranks))
     return tokens * sections * heads

@@ -64,6 +64,7 @@ class Options:
     gpu_time_worth: float = 1.0
     tenant_quota_bytes: int = 0
     chunk_tokens: int = CHUNK_TOKENS_DEFAULT
+    head_groups: int = 0
     weights_id: str = ""
     blocks: BlockForm = BlockForm.AUTO
     any_version: bool = False

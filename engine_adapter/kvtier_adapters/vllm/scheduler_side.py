@@ -42,12 +42,14 @@ _STEPS_MORE: Final = 2
 class Duties:
     """What this engine does: one that only makes KV loads none, one that only uses it stores none.
 
+    It computes on ``ranks``, each with its part of the KV heads.
     With more than ``running_max`` requests new ones wait, and what they will need is prefetched.
     """
 
     block_tokens: int
     running_max: int
     load_deadline_s: float
+    ranks: int = 1
     loads: bool = True
     stores: bool = True
 
@@ -72,7 +74,7 @@ class SchedulerSide:
         self._chunk_tokens = namespace.layout.chunk_tokens
         self._guard = Guard(clock)
         self._followed: dict[str, Followed] = {}
-        self._loads = LoadDesk(cache, self._guard, duties.block_tokens)
+        self._loads = LoadDesk(cache, self._guard, duties.block_tokens, duties.ranks)
         self._stores = StoreDesk(cache, self._guard, duties.block_tokens)
         self._times = StepTimes()
         self._off = ""

@@ -25,7 +25,8 @@ from kvtier.tiers.memory import map_arena
 from kvtier.types import Fidelity, Namespace, Placement
 from kvtier_adapters.vllm.cpu_blocks import vllm_transposes_keys_boundary
 from kvtier_adapters.vllm.geometry import Geometry, read_geometry
-from kvtier_adapters.vllm.identity import weights_id
+from kvtier_adapters.vllm.head_groups import stored_head_groups
+from kvtier_adapters.vllm.identity import is_altered, weights_id
 from kvtier_adapters.vllm.messages import Orders
 from kvtier_adapters.vllm.options import BlockForm, Options, parse_options
 from kvtier_adapters.vllm.pool import VllmPool, open_pool
@@ -85,6 +86,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any, version: str) -> Setup:
         block_tokens=block_tokens,
         running_max=int(vllm_config.scheduler_config.max_num_seqs),
         load_deadline_s=options.load_deadline_s,
+        ranks=geometry.tp_size if isinstance(geometry, Geometry) else 1,
         loads=transfer.kv_role != "kv_producer",
         stores=transfer.kv_role != "kv_consumer",
     )
@@ -199,7 +201,7 @@ def _warm_up(setup: Setup, pool: VllmPool) -> None:
     assert setup.config is not None
     assert setup.namespace is not None
     codecs = _codecs(setup)
-    names = [codecs.packing(name, setup.namespace) for name in setup.config.codecs]
+    names = codecs.foreseen(setup.namespace, setup.config.codecs)
     arena = memoryview(bytearray(_WARM_UP_BYTES))
     worker = CacheWorker(Placement(), arena, codecs=codecs, clock=setup.clock)
     worker.register_pool(pool)
@@ -249,11 +251,14 @@ def _namespace(
         str(model.revision or "main"),
         str(vllm_config.load_config.load_format),
         plain,
+        altered=is_altered(model),
         snapshot=_snapshot,
     )
+    stores = vllm_config.kv_transfer_config.kv_role != "kv_consumer"
+    parts = stored_head_groups(geometry, options.head_groups, stores=stores)
     return Namespace(
         weights_id=identity,
-        layout=geometry.layout(options.chunk_tokens_for(geometry.block_tokens)),
+        layout=geometry.layout(options.chunk_tokens_for(geometry.block_tokens), parts),
         rope=_rope(model.hf_text_config.to_dict()),
         kv_scales_id=form,
         fidelity=Fidelity.LOSSY if lossy else Fidelity.EXACT,
