@@ -10,9 +10,9 @@ from typing import Any
 from tokenizers import Tokenizer as RawTokenizer
 
 from kvtier.errors import ConfigError
+from kvtier.model_files.folder import read_json
 from kvtier_engine.chat_template import ChatTemplate
 from kvtier_engine.detokenizer import IncrementalDetokenizer, TokenBytes
-from kvtier_engine.weights.files import read_json
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")

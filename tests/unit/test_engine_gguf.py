@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvtier.errors import ConfigError
-from kvtier_engine.weights.cache import cache_folder
+from kvtier.model_files.cache import cache_folder
 from kvtier_engine.weights.gguf import gguf_folder
 from kvtier_engine.weights.load import load_model
 from tests.lib.tiny_llama import (

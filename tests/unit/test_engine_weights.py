@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvtier.errors import ConfigError
+from kvtier.model_files.cache import cache_folder, cached_folder, file_identity
+from kvtier.model_files.folder import INDEX_NAME
 from kvtier.types import GroupKind
-from kvtier_engine.weights.cache import cache_folder, cached_folder, file_identity
 from kvtier_engine.weights.load import kv_layout, load_model
-from kvtier_engine.weights.safetensors_folder import INDEX_NAME, SafetensorsFolder
+from kvtier_engine.weights.safetensors_folder import SafetensorsFolder
 from tests.lib.tiny_llama import (
     VOCAB_SIZE,
     Tensors,

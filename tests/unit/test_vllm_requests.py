@@ -135,7 +135,7 @@ def test_changed_weights_have_another_name(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("a")
 
     def name(**config: Any) -> str:
-        return weights_id(str(tmp_path), "main", "auto", config, snapshot=nowhere)
+        return weights_id(str(tmp_path), "main", "auto", config, altered=False, snapshot=nowhere)
 
     first = name(layers=2)
     assert name(layers=2) == first
@@ -149,7 +149,9 @@ def test_changed_weights_have_another_name(tmp_path: Path) -> None:
 def test_a_hubs_weights_are_named_by_their_commit(tmp_path: Path) -> None:
     def name(commit: str) -> str:
         found = tmp_path / "models--a--b" / "snapshots" / commit
-        return weights_id("a/b", "main", "auto", {}, snapshot=lambda _model, _revision: found)
+        return weights_id(
+            "a/b", "main", "auto", {}, altered=False, snapshot=lambda _model, _revision: found
+        )
 
     assert name("1f") == name("1f")
     assert name("1f") != name("2e")
@@ -157,10 +159,13 @@ def test_a_hubs_weights_are_named_by_their_commit(tmp_path: Path) -> None:
 
 def test_weights_that_are_nowhere_need_a_name() -> None:
     with pytest.raises(ConfigError, match="weights_id"):
-        weights_id("a/b", "main", "auto", {}, snapshot=nowhere)
+        weights_id("a/b", "main", "auto", {}, altered=False, snapshot=nowhere)
     # Dummy weights follow from the config.
-    dummy = weights_id("a/b", "main", "dummy", {"layers": 2}, snapshot=nowhere)
-    assert dummy != weights_id("a/b", "main", "dummy", {"layers": 3}, snapshot=nowhere)
+    first, second = (
+        weights_id("a/b", "main", "dummy", {"layers": n}, altered=False, snapshot=nowhere)
+        for n in (2, 3)
+    )
+    assert first != second
 
 
 def test_an_adapter_is_known_by_its_files(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from gguf.quants import dequantize
 from safetensors.torch import save_file
 
 from kvtier.errors import ConfigError
-from kvtier_engine.weights.cache import cached_folder, file_identity
+from kvtier.model_files.cache import cached_folder, file_identity
 from kvtier_engine.weights.gguf_tokenizer import build_tokenizer
 
 #: Rises when this module writes other folders from the same file.

@@ -10,12 +10,13 @@ import torch
 
 from kvtier.constants import CHUNK_TOKENS_DEFAULT
 from kvtier.errors import ConfigError, MissingExtraError
+from kvtier.layout import validate_layout
+from kvtier.model_files.folder import read_json
 from kvtier.types import GroupKind, KVGroup, KVLayout
 from kvtier_engine.models import build_model
 from kvtier_engine.models.config import ModelConfig, parse_config
 from kvtier_engine.models.llama import LlamaModel
 from kvtier_engine.tokenizer import Tokenizer, load_tokenizer
-from kvtier_engine.weights.files import read_json
 from kvtier_engine.weights.gguf import gguf_folder
 from kvtier_engine.weights.safetensors_folder import SafetensorsFolder
 
@@ -81,9 +82,15 @@ def load_model(
 
 
 def kv_layout(
-    config: ModelConfig, dtype: str, chunk_tokens: int = CHUNK_TOKENS_DEFAULT
+    config: ModelConfig,
+    dtype: str,
+    chunk_tokens: int = CHUNK_TOKENS_DEFAULT,
+    head_groups: int = 1,
 ) -> KVLayout:
-    """Return the KV layout of a model: one ``full`` group with all layers."""
+    """Return the KV layout of a model: one ``full`` group with all layers.
+
+    Raises ``LayoutError`` for head groups that cut a head.
+    """
     group = KVGroup(
         kind=GroupKind.FULL,
         layers=tuple(range(config.layer_count)),
@@ -92,7 +99,9 @@ def kv_layout(
         v_dim=config.head_dim,
         dtype=dtype,
     )
-    return KVLayout(groups=(group,), chunk_tokens=chunk_tokens)
+    layout = KVLayout(groups=(group,), chunk_tokens=chunk_tokens, head_groups=head_groups)
+    validate_layout(layout)
+    return layout
 
 
 def model_folder(model: str) -> Path:
