@@ -25,7 +25,7 @@ from kvtier.errors import ConfigError
 from kvtier.obs.event_publisher import EventPublisher
 from kvtier.obs.prometheus import registry_of
 from kvtier.obs.spans import OtelSpans, Spans
-from kvtier.types import Fidelity, KVLayout, Namespace, Placement
+from kvtier.types import KVLayout, Namespace, Placement
 from kvtier_engine.access_recorder import AccessRecorder, open_recorder
 from kvtier_engine.api.admission import Admission
 from kvtier_engine.api.app import Health, create_app
@@ -41,6 +41,7 @@ from kvtier_engine.engine_series import ENGINE_SERIES, ENGINE_TENANT_SERIES
 from kvtier_engine.held import CacheHeld
 from kvtier_engine.kv_pool import KVPool
 from kvtier_engine.link import Link, NoLink
+from kvtier_engine.namespace import namespace_of
 from kvtier_engine.options import DtypeChoice
 from kvtier_engine.refusal import EngineLimits
 from kvtier_engine.runner import ModelRunner
@@ -186,12 +187,7 @@ def build(settings: Settings) -> Server:
         _check_chunks(cache_config, chunk_bytes, config.chunk_tokens, model.context_tokens)
     runner = ModelRunner(loaded, pool, max_rows=config.max_num_seqs)
     tried = runner.warm_up()
-    namespace = Namespace(
-        weights_id=loaded.weights_id,
-        layout=layout,
-        rope=loaded.rope_text,
-        fidelity=_fidelity(cache_config),
-    )
+    namespace = namespace_of(loaded, layout, cache_config)
     with ExitStack() as undo:
         recorder = _recorder(config, namespace)
         if recorder is not None:
@@ -217,13 +213,6 @@ def build(settings: Settings) -> Server:
         cache_problem=problem,
     )
     return Server(settings, engine, loaded.tokenizer, model, facts, tiers, recorder, publisher)
-
-
-def _fidelity(config: CacheConfig | None) -> Fidelity:
-    """Keep what a lossy codec packs apart from what is exact."""
-    known = KnownCodecs()
-    exact = config is None or all(known.get(name).traits.exact for name in config.codecs)
-    return Fidelity.EXACT if exact else Fidelity.LOSSY
 
 
 def _recorder(config: EngineConfig, namespace: Namespace) -> AccessRecorder | None:
@@ -308,7 +297,7 @@ def _tiers_boundary(
     except Exception as error:
         _log.exception("the cache could not be set up; everything will be computed")
         return None, f"{type(error).__name__}: {error}"
-    worker = CacheWorker(Placement(), cache.arena, codecs=cache.codecs)
+    worker = CacheWorker(Placement(), cache.arena, codecs=cache.codecs, window=cache.window)
     worker.register_pool(pool)
     cache.codecs.find(namespace, config.codecs)
     # Before there is something to learn: what it moves is no model's KV.
@@ -318,7 +307,7 @@ def _tiers_boundary(
         cache.codecs.foreseen(namespace, config.codecs),
         namespace.layout,
         block_tokens=pool.block_tokens,
-        arena_bytes=config.dram_bytes,
+        arena_bytes=config.arena_bytes,
     )
     cache.prepare(namespace)
     return Tiers(cache, worker, namespace), ""
@@ -358,7 +347,8 @@ def _check_chunks(
             f"--chunk-tokens {chunk_tokens}: nothing could be cached, because the context limit "
             f"is {context_tokens} tokens; allowed: less than that, or --no-cache"
         )
-    sizes = {"--dram": config.dram_bytes}
+    dram = "--dram" if config.dram_bytes else "--dram 0, which stages"
+    sizes = {dram: config.arena_bytes}
     if config.disk is not None:
         each = len(config.disk.paths)
         flag = "--disk-bytes" if each == 1 else f"each of {each} shares of --disk-bytes"
