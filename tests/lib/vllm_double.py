@@ -19,6 +19,7 @@ from kvtier.clock import SystemClock
 from kvtier.layout import head_range
 from kvtier.testing.engine_double import wait_until
 from kvtier.types import Namespace, Placement, Plan, Result
+from kvtier_adapters.vllm.events import EventDesk
 from kvtier_adapters.vllm.geometry import Geometry
 from kvtier_adapters.vllm.messages import Answers, Orders
 from kvtier_adapters.vllm.pool import open_pool
@@ -28,6 +29,8 @@ from kvtier_adapters.vllm.worker_side import WorkerSide
 LAYERS: Final = 2
 HEADS: Final = 2
 DIM: Final = 8
+#: Of a block, unless a test says otherwise.
+BLOCK_TOKENS: Final = 4
 STEPS_MAX: Final = 20_000
 
 
@@ -58,6 +61,12 @@ class DoubleRequest:
     def num_tokens(self) -> int:
         """Tokens that are known."""
         return len(self.all_token_ids)
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        """What vLLM calls its full blocks: here by the KV that stands at their ends."""
+        ends = range(BLOCK_TOKENS, self.num_tokens + 1, BLOCK_TOKENS)
+        return [f"{self.cache_salt} {end} {self.kv(end - 1)}".encode() for end in ends]
 
     def kv(self, position: int) -> int:
         """What the KV of a position follows from."""
@@ -135,7 +144,7 @@ class VllmDouble:
         namespace: Namespace,
         *,
         ranks: int = 1,
-        block_tokens: int = 4,
+        block_tokens: int = BLOCK_TOKENS,
         block_count: int = 64,
         step_tokens: int = 24,
         duties: Duties | None = None,
@@ -147,7 +156,9 @@ class VllmDouble:
         self.pool = DoublePool(block_count)
         clock = SystemClock()
         duties = duties or Duties(block_tokens, 4, load_deadline_s=0.5, ranks=ranks)
-        self.side = SchedulerSide(cache, namespace, duties, clock, None)
+        feed = cache.events
+        events = EventDesk(feed, block_tokens) if feed is not None else None
+        self.side = SchedulerSide(cache, namespace, duties, clock, None, events)
         self.side.bind(self.pool)
         self.geometry = double_geometry(ranks, block_tokens, block_count, heads)
         shape = (block_count, self.geometry.rank_heads, block_tokens, 2 * DIM)

@@ -9,9 +9,9 @@ import pytest
 from kvtier.config import Durability, WriteMode
 from kvtier.constants import GIB, MIB
 from kvtier.errors import ConfigError
-from kvtier.types import Placement
+from kvtier.types import Placement, Tier
 from kvtier_adapters.vllm.options import BlockForm, Options, parse_options
-from kvtier_adapters.vllm.versions import TESTED, check_version
+from kvtier_adapters.vllm.versions import TESTED, check_version, media
 
 ONE = (Placement(),)
 
@@ -110,3 +110,11 @@ def test_other_versions_are_refused_unless_forced(version: str) -> None:
     with pytest.raises(ConfigError, match=r"tested with 0.26 and 0.32.*any_version"):
         check_version(version, forced=False)
     check_version(version, forced=True)
+
+
+@pytest.mark.parametrize(
+    ("version", "disk"), [("0.26.0", "FS"), ("0.32.1", "STORAGE"), ("0.40.0", "STORAGE")]
+)
+def test_each_version_has_its_words_for_tiers(version: str, disk: str) -> None:
+    assert media(version)[Tier.DRAM] == "CPU"
+    assert media(version)[Tier.DISK] == disk

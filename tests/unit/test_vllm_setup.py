@@ -134,6 +134,14 @@ def test_lossy_codecs_are_apart_and_need_blocks_that_can_be_read() -> None:
     assert setup({"blocks": "opaque"}).namespace != setup().namespace
 
 
+@pytest.mark.parametrize("enabled", [False, True])
+def test_events_are_kept_if_vllm_publishes_them(enabled: bool) -> None:
+    told = SimpleNamespace(enable_kv_cache_events=enabled)
+    config = setup(kv_events_config=told).config
+    assert config is not None
+    assert config.events is enabled
+
+
 def test_an_unknown_rotary_embedding_is_known_by_its_digest() -> None:
     model = vllm_config({}).model_config
     model.hf_text_config = hf_config(rope_scaling={"rope_type": "new", "factor": 2.0})

@@ -18,6 +18,7 @@ from kvtier.interfaces import Clock
 from kvtier_adapters.vllm.figures import TOLD_S, figures, since
 from kvtier_adapters.vllm.messages import Answers, Orders
 from kvtier_adapters.vllm.metrics import KVTierPromMetrics, KVTierStats, by_source
+from kvtier_adapters.vllm.published import published
 from kvtier_adapters.vllm.setup import (
     Setup,
     close_scheduler_side,
@@ -26,6 +27,7 @@ from kvtier_adapters.vllm.setup import (
     read_setup,
     register_pool_boundary,
 )
+from kvtier_adapters.vllm.versions import media
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -69,6 +71,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._setup: Setup = setup
+        self._media = media(vllm.__version__)
         self._clock: Clock = setup.clock
         self._told_s = self._clock.now()
         self._told: Mapping[str, float] = {}
@@ -145,6 +148,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         """Keep an idle engine stepping until stores have been answered."""
         return self._scheduler is not None and self._scheduler.busy
+
+    def take_events(self) -> list[Any]:
+        """Return what the tiers hold and hold no more, since the last step, as vLLM's events."""
+        if self._scheduler is None:
+            return []
+        told, size = self._scheduler.take_events(), self._setup.duties.block_tokens
+        return [published(event, size, self._media) for event in told]
 
     def reset_cache(self) -> bool | None:
         """Make all that is stored of this model unreachable, in every tier."""

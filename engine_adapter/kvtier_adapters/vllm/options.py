@@ -84,9 +84,17 @@ class Options:
         return -(-self.chunk_tokens // block_tokens) * block_tokens
 
     def cache_config(
-        self, workers: tuple[Placement, ...], *, shared: bool, folder: str = ""
+        self,
+        workers: tuple[Placement, ...],
+        *,
+        shared: bool,
+        folder: str = "",
+        events: bool = False,
     ) -> CacheConfig:
-        """Return the cache that is asked for. ``folder`` is this engine's own below each disk."""
+        """Return the cache that is asked for. ``folder`` is this engine's own below each disk.
+
+        With ``events`` what the tiers hold is told as it changes.
+        """
         disk = None
         if self.disk:
             first, *more = (str(Path(path, folder)) for path in self.disk)
@@ -122,6 +130,7 @@ class Options:
             pending_deadline_s=self.pending_deadline_s,
             gpu_time_worth=self.gpu_time_worth,
             tenant_quota_bytes=self.tenant_quota_bytes,
+            events=events,
         )
 
 

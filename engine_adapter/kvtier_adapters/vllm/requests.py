@@ -38,6 +38,8 @@ class Followed:
     disappointed: bool = False
     stored_chunks: int = 0
     offered_chunks: int = 0
+    #: Chunks whose names in KV events are known.
+    named_chunks: int = 0
 
     @property
     def computed(self) -> int:

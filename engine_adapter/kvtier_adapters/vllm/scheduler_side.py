@@ -18,6 +18,7 @@ from kvtier.keys import namespace_digest
 from kvtier.obs.stats import CacheStats
 from kvtier.tiers.memory import ArenaHandle
 from kvtier.types import Namespace, Tier
+from kvtier_adapters.vllm.events import BlockEvent, EventDesk
 from kvtier_adapters.vllm.geometry import block_end, load_range
 from kvtier_adapters.vllm.guard import Guard
 from kvtier_adapters.vllm.loads import LoadDesk
@@ -64,8 +65,12 @@ class SchedulerSide:
         duties: Duties,
         clock: Clock,
         arena: ArenaHandle | None,
+        events: EventDesk | None = None,
     ) -> None:
-        """``arena`` is told to workers in other processes; None: all are in this one."""
+        """``arena`` is told to workers in other processes; None: all are in this one.
+
+        Without ``events`` nothing of what the tiers hold is told.
+        """
         self._cache = cache
         self._namespace = namespace
         self._duties = duties
@@ -77,6 +82,7 @@ class SchedulerSide:
         self._loads = LoadDesk(cache, self._guard, duties.block_tokens, duties.ranks)
         self._stores = StoreDesk(cache, self._guard, duties.block_tokens)
         self._times = StepTimes()
+        self._events = events
         self._off = ""
         self._hints_refused = False
 
@@ -182,6 +188,10 @@ class SchedulerSide:
             note = self._cache.costs.note_prefill
             self._guard.call_boundary(lambda: note(start, tokens, seconds), None)
 
+    def take_events(self) -> list[BlockEvent]:
+        """Return what is to be told of the tiers after this step."""
+        return self._guard.call_boundary(self._events.take, []) if self._events is not None else []
+
     def finished(self, request: Any, block_ids: list[int]) -> None:
         """Store what is left of a request that has ended, and forget it."""
         self._loads.cancel(request.request_id)
@@ -197,6 +207,8 @@ class SchedulerSide:
         """
         if self._loads.running:
             return False
+        if self._events is not None:
+            self._events.forget()
         try:
             self._cache.invalidate(self._namespace)
         except KVTierError as error:
@@ -223,7 +235,7 @@ class SchedulerSide:
         followed.found, followed.match, followed.choice = found, None, None
         if followed.disappointed:
             return _NOTHING
-        followed.append_known()
+        self._hash_known(followed)
         match = self._cache.match(followed.sequence)
         if isinstance(match, Pending):
             return None, False
@@ -239,10 +251,15 @@ class SchedulerSide:
 
     def _prefetch(self, request: Any) -> None:
         followed = self._follow(request)
-        followed.append_known()
+        self._hash_known(followed)
         match = self._cache.match(followed.sequence)
         if isinstance(match, Ready) and match.hits:
             self._cache.prefetch(match)
+
+    def _hash_known(self, followed: Followed) -> None:
+        followed.append_known()
+        if self._events is not None:
+            self._events.note(followed)
 
     def _follow(self, request: Any) -> Followed:
         """Return what is known of a request; begin to hash a new one's tokens."""
@@ -270,6 +287,8 @@ class SchedulerSide:
     def _offer(self, followed: Followed, table: list[int]) -> None:
         if self._duties.stores and not self._off and uses_cache(followed.request):
             self._stores.offer(followed, table)
+            if self._events is not None:
+                self._events.note(followed)
 
     def _track(self, output: Any) -> None:
         """Keep the block tables: whole ones of requests that begin or resume, else what is new."""

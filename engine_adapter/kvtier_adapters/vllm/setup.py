@@ -24,6 +24,7 @@ from kvtier.interfaces import Clock
 from kvtier.tiers.memory import map_arena
 from kvtier.types import Fidelity, Namespace, Placement
 from kvtier_adapters.vllm.cpu_blocks import vllm_transposes_keys_boundary
+from kvtier_adapters.vllm.events import EventDesk
 from kvtier_adapters.vllm.geometry import Geometry, read_geometry
 from kvtier_adapters.vllm.head_groups import stored_head_groups
 from kvtier_adapters.vllm.identity import is_altered, weights_id
@@ -119,7 +120,9 @@ def open_scheduler_side(setup: Setup) -> SchedulerSide | None:
     if beside is not None:
         beside.open(Orders())  # Before the first request has to wait for it.
     arena = cache.arena_handle if setup.config.shared else None
-    return SchedulerSide(cache, setup.namespace, setup.duties, setup.clock, arena)
+    feed, duties = cache.events, setup.duties
+    events = EventDesk(feed, duties.block_tokens) if feed is not None else None
+    return SchedulerSide(cache, setup.namespace, duties, setup.clock, arena, events)
 
 
 def close_scheduler_side(setup: Setup, side: SchedulerSide) -> None:
@@ -228,7 +231,9 @@ def _cache_config(vllm_config: Any, options: Options, geometry: Geometry) -> Cac
         None,
         "uni",
     }
-    return options.cache_config(geometry.placements(), shared=shared, folder=folder)
+    told = getattr(vllm_config, "kv_events_config", None)
+    events = told is not None and bool(told.enable_kv_cache_events)
+    return options.cache_config(geometry.placements(), shared=shared, folder=folder, events=events)
 
 
 def _namespace(

@@ -13,18 +13,26 @@ What both of these versions do, and the connector leans on:
 
 What differs: 0.26 asks for loads before a step's forward and 0.32 behind it, so orders are taken
 before that; 0.32 alone can be told of a load that failed as a whole, so nothing is told that way.
+0.26 has a medium of KV events for each kind of storage, 0.32 one for all, with the tier beside it.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Final
 
 from kvtier.errors import ConfigError
+from kvtier.types import Tier
 
 #: Minor versions that the connector is tested against.
 TESTED: Final = ((0, 26), (0, 32))
 
+#: Words for the tiers in KV events, by minor version.
+_MEDIA: Final = {
+    (0, 26): {Tier.DRAM: "CPU", Tier.DISK: "FS", Tier.REMOTE: "OBJ"},
+    (0, 32): {Tier.DRAM: "CPU", Tier.DISK: "STORAGE", Tier.REMOTE: "STORAGE"},
+}
 _VERSION: Final = re.compile(r"(\d+)\.(\d+)\.")
 
 
@@ -38,3 +46,10 @@ def check_version(version: str, *, forced: bool) -> None:
         f"vLLM {version}: the connector is tested with {known}; to try it all the same, set "
         '"any_version": true in kv_connector_extra_config'
     )
+
+
+def media(version: str) -> Mapping[Tier, str]:
+    """Return a version's words for the tiers in KV events; the newest ones if it is not known."""
+    match = _VERSION.match(version)
+    known = (int(match[1]), int(match[2])) if match is not None else TESTED[-1]
+    return _MEDIA.get(known, _MEDIA[TESTED[-1]])
