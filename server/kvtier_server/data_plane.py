@@ -170,8 +170,10 @@ class DataPlane:
         for session in list(self._sessions):
             link = session.link
             silent_s = now_s - link.received_s
-            stranger = not session.welcomed and silent_s > WIRE_STALL_S_MAX
-            if stranger or link.stalled(now_s) or session.overdue(now_s):
+            # Nor is it waited for long that one who is sent away reads why.
+            outside = link.gone or not session.welcomed
+            silent = outside and silent_s > WIRE_STALL_S_MAX
+            if silent or link.stalled(now_s) or session.overdue(now_s):
                 self.counters.stalled += 1
                 link.abort()
             elif session.idle and silent_s > self._idle_s:

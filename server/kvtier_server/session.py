@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Coroutine
 from typing import Any, Final, Protocol
@@ -142,7 +143,7 @@ class Session:
         """See ``Owner``."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
-            self._begin(self._answer(*writing), 0)
+            self._begin(self.link.send(self._concluded(*writing)), 0)
 
     def broken(self, error: WireError) -> None:
         """See ``Owner``."""
@@ -202,7 +203,8 @@ class Session:
         objects = self._objects
         assert objects is not None, "served before it was welcomed"
         if isinstance(message, Write):
-            self._begin(self._write(objects, message, payload_bytes), payload_bytes)
+            # It holds up its own connection, and announces what may have no room at all.
+            self._begin(self._write(objects, message, payload_bytes), 0)
         elif isinstance(message, Read):
             self._begin(self._read(objects, message), message.nbytes)
         elif isinstance(message, Contains):
@@ -252,21 +254,21 @@ class Session:
         """Make room, then let the payload come; without room it comes and goes nowhere."""
         filling = await objects.reserve(message.key, nbytes, deadline=self._deadline())
         if not nbytes:
-            await self._answer(message, filling)
+            await self.link.send(self._concluded(message, filling))
             return
         self._writing = (message, filling)
         self.link.place(filling.data if isinstance(filling, Filling) else None)
 
-    async def _answer(self, message: Write, outcome: Filling | Fault) -> None:
+    def _concluded(self, message: Write, outcome: Filling | Fault) -> Done:
+        """Store what is whole, at once: a task may end before it begins. Return the answer."""
         counters = self._plane.counters
-        if isinstance(outcome, Filling):
-            counters.writes += 1
-            counters.written_bytes += len(outcome.data)
-            outcome.commit()
-            await self.link.send(Done(message.request, Status.OK, ""))
-        else:
+        if isinstance(outcome, Fault):
             counters.unwritten += 1
-            await self.link.send(Done(message.request, outcome.status, outcome.text))
+            return Done(message.request, outcome.status, outcome.text)
+        counters.writes += 1
+        counters.written_bytes += len(outcome.data)
+        outcome.commit()
+        return Done(message.request, Status.OK, "")
 
     def _deadline(self) -> float:
         return self._plane.clock.now() + DAEMON_REQUEST_S_MAX
@@ -275,12 +277,22 @@ class Session:
         """Do some work beside the others; read no further while too much is under way."""
         self._bytes += nbytes
         self._plane.budget.take(self, nbytes)
-        task = asyncio.get_running_loop().create_task(self._work_boundary(work, nbytes))
+        task = asyncio.get_running_loop().create_task(self._work_boundary(work))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(functools.partial(self._ended, work, nbytes))
         self._brake()
 
-    async def _work_boundary(self, work: Coroutine[Any, Any, None], nbytes: int) -> None:
+    def _ended(
+        self, work: Coroutine[Any, Any, None], nbytes: int, task: asyncio.Task[None]
+    ) -> None:
+        """Give back what a task has taken, which may have been cancelled before it began."""
+        work.close()
+        self._tasks.discard(task)
+        self._bytes -= nbytes
+        self._plane.budget.give(self, nbytes)
+        self._brake()
+
+    async def _work_boundary(self, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
         except _GONE:
@@ -289,10 +301,6 @@ class Session:
         except Exception:
             _log.exception("a request failed")
             self.link.abort()
-        finally:
-            self._bytes -= nbytes
-            self._plane.budget.give(self, nbytes)
-            asyncio.get_running_loop().call_soon(self._brake)
 
     def _brake(self) -> None:
         """Stop reading above this connection's limits; go on below them."""
