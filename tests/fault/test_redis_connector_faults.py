@@ -287,6 +287,38 @@ async def test_a_cancelled_read_ends_although_the_server_does_not_answer(
     assert set(buffer) == {0xEE}, "the buffer is the caller's again"
 
 
+async def test_a_write_that_was_given_up_leaves_the_old_object(
+    server: RedisServer, opened: Opened
+) -> None:
+    connector = opened(kvtier.registry.connect(f"{server.url}?timeout_s=3000"))
+    await put(connector, {b"key": payload_of(b"key", LARGE)})
+    server.freeze()
+    try:
+        writing = asyncio.ensure_future(write_one(connector, b"key", bytes(LARGE)))
+        await asyncio.wait([writing], timeout=0.05)
+        assert not writing.done()
+        writing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(writing, 30)
+    finally:
+        server.thaw()
+    assert await read_one(connector, b"key", LARGE) == payload_of(b"key", LARGE)
+
+
+@pytest.mark.parametrize("connections", [1, 2])
+async def test_more_large_calls_than_threads_do_not_wait_for_each_other(
+    server: RedisServer, opened: Opened, connections: int
+) -> None:
+    """Each of them asks for more threads than there are left."""
+    connector = opened(kvtier.registry.connect(f"{server.url}?connections={connections}"))
+    objects = {b"key%d" % n: payload_of(b"key%d" % n, 2 * LARGE + n) for n in range(8)}
+    await asyncio.wait_for(
+        asyncio.gather(*(put(connector, {key: data}) for key, data in objects.items())), 60
+    )
+    reads = [read_one(connector, key, len(data)) for key, data in objects.items()]
+    assert await asyncio.wait_for(asyncio.gather(*reads), 60) == list(objects.values())
+
+
 async def test_a_deadline_holds_although_the_server_does_not_answer(
     server: RedisServer, opened: Opened
 ) -> None:

@@ -13,7 +13,6 @@ from redis import exceptions as redis_errors
 import kvtier.registry
 from kvtier.errors import ConnectorDataError, ConnectorError, ConnectorRefusedError
 from kvtier.testing.connector_contract import get_whole, put
-from kvtier_connectors.redis.connector import PENDING_S
 from kvtier_connectors.redis.errors import ERRORS, REPLIES, reply_error, translated
 from kvtier_connectors.redis.objects import (
     INLINE_BYTES_MAX,
@@ -23,6 +22,7 @@ from kvtier_connectors.redis.objects import (
     object_name,
     part_names,
 )
+from kvtier_connectors.redis.operations import PENDING_S
 from tests.lib.opened import Opened, read_one, write_one
 from tests.lib.redis_servers import RedisServer, redis_server
 

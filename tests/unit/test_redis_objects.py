@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.constants import MIB
 from kvtier.errors import ConnectorDataError
 from kvtier_connectors.redis.objects import (
     HEADER_BYTES,
@@ -40,6 +41,13 @@ def test_ranges_of_parts_make_up_the_slice(
         assert part.is_whole == (part.stop - part.start == len(parts[part.number]))
         buffer += parts[part.number][part.start : part.stop]
     assert buffer == data[offset : offset + count]
+
+
+def test_a_part_with_what_redis_puts_around_it_fits_into_whole_pages_below_2_mib() -> None:
+    """One byte more than 2 MiB takes 2.5 MiB of a server's memory (jemalloc's size classes)."""
+    string_head_bytes, line_end_bytes = 9 + 1, 2
+    assert PART_BYTES + string_head_bytes + line_end_bytes <= 2 * MIB
+    assert PART_BYTES % 4096 == 0, "parts are read to whole pages"
 
 
 @given(st.binary(max_size=50), st.binary(max_size=8))

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from typing import Final, NamedTuple
 
 from redis import exceptions as redis_errors
 
 from kvtier.constants import MIB
-from kvtier.errors import ConnectorError
+from kvtier_connectors.redis.errors import translated
 from kvtier_connectors.redis.link import Link
 from kvtier_connectors.redis.replies import ASKING, Command, Reply
 from kvtier_connectors.redis.settings import Node, Settings
 from kvtier_connectors.redis.topology import Topology
-from kvtier_connectors.threads import Halt, Threads
+from kvtier_connectors.threads import Halt
 
 #: How often a command is sent on before its redirection is its answer.
 ROUNDS_MAX: Final = 6
 #: A connection more is worth its while for so much payload.
-LANE_BYTES: Final = 2 * MIB
+LANE_BYTES: Final = 4 * MIB
 
 _TIMEOUTS: Final = (redis_errors.TimeoutError, TimeoutError)
 _LOST: Final = (
@@ -42,17 +42,18 @@ class _Lane(NamedTuple):
 
 
 class Lanes:
-    """Runs commands. For one event loop; connections are kept, at most a few idle per node."""
+    """Runs commands in threads that may wait. Connections are kept, at most a few idle per node."""
 
-    def __init__(self, settings: Settings, topology: Topology) -> None:
+    def __init__(self, settings: Settings, topology: Topology, executor: Executor) -> None:
+        """``executor`` may be the one whose threads call: none of them waits for another one."""
         self._settings = settings
         self._topology = topology
-        self._threads = Threads(settings.connections, "kvtier-redis")
+        self._executor = executor
         self._lock = threading.Lock()
         self._idle: defaultdict[Node, list[Link]] = defaultdict(list)
         self._closed = False
 
-    async def run(self, commands: Sequence[Command]) -> list[Reply]:
+    def run(self, commands: Sequence[Command], halt: Halt) -> list[Reply]:
         """Return the answer to each command, or the error that it came to; in any order within.
 
         Follows MOVED and ASK, and asks for the servers anew where one is lost. A connection that
@@ -61,36 +62,35 @@ class Lanes:
         replies: list[Reply] = [None] * len(commands)
         todo = list(range(len(commands)))
         asked: dict[int, Node] = {}
-        may_refresh = True
+        may_refresh = not halt.is_set()
         for _ in range(ROUNDS_MAX):
             nodes = {n: asked.get(n) or self._topology.node_of(commands[n].slot) for n in todo}
             if not all(nodes.values()) and may_refresh:
                 may_refresh = False
-                error = await self._refresh()
+                error = self._refresh()
                 nodes = {n: self._topology.node_of(commands[n].slot) for n in todo}
                 for n in todo:
                     replies[n] = error or redis_errors.ClusterDownError("no node holds this slot")
             lanes = self._lanes(commands, nodes, asked)
-            await self._run_lanes(lanes, commands, replies)
+            self._run_lanes(lanes, commands, replies, halt)
             todo, lost = self._redirected(commands, nodes, replies, asked)
-            if lost and may_refresh:
+            if lost and may_refresh and not halt.is_set():
                 may_refresh = False
-                await self._refresh()
+                self._refresh()
                 todo += [n for n in lost if self._topology.node_of(commands[n].slot) != nodes[n]]
             if not todo:
                 break
         return replies
 
-    async def nodes(self) -> list[Node]:
-        """Return the nodes that hold keys. Raises ``RedisError`` or ``OSError``."""
-        error = None if self._topology.primaries() else await self._refresh()
+    def nodes(self) -> list[Node]:
+        """Return the nodes that hold keys. Raises ``ConnectorError``."""
+        error = None if self._topology.primaries() else self._refresh()
         if error is not None:
-            raise error
+            raise translated(error)
         return self._topology.primaries()
 
     def close(self) -> None:
         """Close what is idle; what runs is finished and closed then."""
-        self._threads.close()
         with self._lock:
             self._closed = True
             links = [link for idle in self._idle.values() for link in idle]
@@ -113,29 +113,35 @@ class Lanes:
             lanes += [_Lane(node, asking, numbers[start::count]) for start in range(count)]
         return lanes
 
-    async def _run_lanes(
-        self, lanes: Sequence[_Lane], commands: Sequence[Command], replies: list[Reply]
+    def _run_lanes(
+        self, lanes: Sequence[_Lane], commands: Sequence[Command], replies: list[Reply], halt: Halt
     ) -> None:
-        loop, halt = asyncio.get_running_loop(), Halt()
-        refusal = self._threads.refusal(len(lanes))
-        if refusal is not None:
-            for lane in lanes:
-                for number in lane.numbers:
-                    replies[number] = refusal
-            return
-        shares = [
-            loop.run_in_executor(
-                self._threads.executor,
-                self._run_lane,
-                lane,
-                [commands[n] for n in lane.numbers],
-                halt,
-            )
-            for lane in lanes
-        ]
-        for lane, answers in zip(lanes, await self._threads.gather(shares, halt), strict=True):
+        """Run one lane here and each other one in a thread that is free, or here as well."""
+
+        def run(lane: _Lane) -> None:
+            answers = self._run_lane(lane, [commands[n] for n in lane.numbers], halt)
             for number, answer in zip(lane.numbers, answers, strict=True):
                 replies[number] = answer
+
+        started = [(lane, self._started(run, lane)) for lane in lanes[1:]]
+        try:
+            for lane in lanes[:1]:
+                run(lane)
+            for lane, job in started:
+                # One that no thread has begun: whoever could may wait for us.
+                if job is None or job.cancel():
+                    run(lane)
+        finally:
+            for _, job in started:
+                if job is not None and not job.cancel():
+                    job.result()
+
+    def _started(self, function: Callable[[_Lane], None], lane: _Lane) -> Future[None] | None:
+        try:
+            return self._executor.submit(function, lane)
+        except RuntimeError:
+            # Closed meanwhile: what runs is finished, in its own thread.
+            return None
 
     def _run_lane(self, lane: _Lane, commands: Sequence[Command], halt: Halt) -> list[Reply]:
         """In a thread: return the answers, with the error for those that have none."""
@@ -145,6 +151,9 @@ class Lanes:
         replies: list[Reply] = []
         problem: Exception | None = None
         for new in (False, True):
+            if halt.is_set():
+                problem = redis_errors.ConnectionError("the call was given up")
+                break
             try:
                 link = self._borrow(lane.node, new=new)
             except (redis_errors.RedisError, OSError) as error:
@@ -216,20 +225,12 @@ class Lanes:
                 else:
                     asked[number] = target
                 again.append(number)
-            elif isinstance(reply, _LOST) and not isinstance(reply, ConnectorError):
+            elif isinstance(reply, _LOST):
                 lost.append(number)
         return again, lost
 
-    async def _refresh(self) -> Exception | None:
-        """Ask for the servers in a thread; return why that did not work."""
-        if refusal := self._threads.refusal(1):
-            return refusal
-        loop = asyncio.get_running_loop()
-        share = loop.run_in_executor(self._threads.executor, self._refresh_now)
-        (error,) = await self._threads.gather([share], Halt())
-        return error
-
-    def _refresh_now(self) -> Exception | None:
+    def _refresh(self) -> Exception | None:
+        """Ask for the servers; return why that did not work."""
         try:
             self._topology.refresh()
         except (redis_errors.RedisError, OSError) as error:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import ssl
+import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -98,8 +100,8 @@ class Link:
             raise redis_errors.InvalidResponse(f"no Redis answers: {error!r}") from error
         self._connection = connection
         self._socket = connection.payload
-        self._socket.settimeout(settings.timeout_s)
-        self._replies = Replies(self._socket.recv_into)
+        self._wait_flag = _limit_silence(self._socket, settings.timeout_s)
+        self._replies = Replies(self._receive)
         self._out = bytearray()
         self._lock = threading.Lock()
         self.node = node
@@ -163,7 +165,7 @@ class Link:
             self._out += b"$%d\r\n" % len(word)
             if len(word) > BUFFER_BYTES:
                 self._flush()
-                self._socket.sendall(word)
+                self._send_all(word)
             else:
                 self._out += word
             self._out += b"\r\n"
@@ -172,5 +174,37 @@ class Link:
 
     def _flush(self) -> None:
         if self._out:
-            self._socket.sendall(self._out)
+            self._send_all(self._out)
             self._out.clear()
+
+    def _send_all(self, data: bytearray | bytes | memoryview) -> None:
+        try:
+            self._socket.sendall(data)
+        except BlockingIOError as error:
+            raise TimeoutError("the server takes nothing") from error
+
+    def _receive(self, into: memoryview) -> int:
+        # Of a value all is waited for at once; what comes ahead of it is taken as it comes.
+        flag = self._wait_flag if len(into) > BUFFER_BYTES else 0
+        try:
+            return self._socket.recv_into(into, 0, flag)
+        except BlockingIOError as error:
+            raise TimeoutError("the server is silent") from error
+
+
+def _limit_silence(link: socket.socket, timeout_s: float) -> int:
+    """Have a socket wait so long for a byte; return the flag for a receive that fills its buffer.
+
+    Python's own time-out asks the system whether a socket is ready, before each call and after each
+    piece that fits into its buffer. The system's counts within a call, so silence after a first
+    piece lasts up to twice as long. TLS needs Python's.
+    """
+    if isinstance(link, ssl.SSLSocket):
+        link.settimeout(timeout_s)
+        return 0
+    link.settimeout(None)
+    whole, part = divmod(timeout_s, 1)
+    limit = struct.pack("ll", int(whole), max(1, int(part * 1e6)))
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    return socket.MSG_WAITALL

@@ -4,7 +4,7 @@
 
     PREFIX{HEXKEY}                  header + data      an object of at most 64 KiB
     PREFIX{HEXKEY}                  header             a larger one, whose parts are
-    PREFIX{HEXKEY}:GENERATION:N     1 MiB of data      part N; the last one may be shorter
+    PREFIX{HEXKEY}:GENERATION:N     2044 KiB of data   part N; the last one may be shorter
 
     header   magic "KVTR" · version 1 · 3 zero bytes · part_bytes u32, 0 for no parts ·
              nbytes u64 · generation 16 bytes                                     (big-endian, 36)
@@ -23,7 +23,8 @@ from typing import Final, NamedTuple
 from kvtier.constants import KIB, MIB
 from kvtier.errors import ConnectorDataError
 
-PART_BYTES: Final = MIB
+#: With what Redis puts around it just below 2 MiB: its allocator would make 2.5 MiB of more.
+PART_BYTES: Final = 2 * MIB - 4 * KIB
 INLINE_BYTES_MAX: Final = 64 * KIB
 OBJECT_BYTES_MAX: Final = 1 << 40
 GENERATION_BYTES: Final = 16

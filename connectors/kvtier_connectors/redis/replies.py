@@ -66,7 +66,8 @@ class Replies:
 
     def __init__(self, source: Callable[[memoryview], int]) -> None:
         self._source = source
-        self._buffer = memoryview(bytearray(BUFFER_BYTES))
+        self._bytes = bytearray(BUFFER_BYTES)
+        self._buffer = memoryview(self._bytes)
         self._start = self._end = 0
 
     def next(self, command: Command) -> Reply:
@@ -107,15 +108,16 @@ class Replies:
 
     def _line(self) -> bytes:
         while True:
-            held = bytes(self._buffer[self._start : self._end])
-            end = held.find(b"\r\n")
+            start = self._start
+            end = self._bytes.find(b"\r\n", start, self._end)
             if end >= 0:
-                self._start += end + 2
-                return held[:end]
-            if len(held) > _LINE_BYTES_MAX:
+                self._start = end + 2
+                return bytes(self._buffer[start:end])
+            held = self._end - start
+            if held > _LINE_BYTES_MAX:
                 raise redis_errors.InvalidResponse("a line without an end")
-            self._buffer[: len(held)] = held
-            self._start, self._end = 0, len(held)
+            self._buffer[:held] = bytes(self._buffer[start : self._end])
+            self._start, self._end = 0, held
             self._end += self._receive(self._buffer[self._end :])
 
     def _fill(self, into: memoryview) -> None:
