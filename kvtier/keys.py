@@ -23,6 +23,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from operator import index as to_index
 
 from kvtier.constants import CHUNK_TOKENS_MAX, DIGEST_BYTES
@@ -158,13 +159,19 @@ def foreign_key(root: bytes, scheme: str, key: bytes) -> ChunkKey:
     ``ConfigError`` for a scheme that is no text and for a key of no bytes or of more than
     ``FOREIGN_KEY_BYTES_MAX``.
     """
-    _check_parent(root)
+    head = _foreign_head(root, scheme)
     if not 1 <= len(key) <= FOREIGN_KEY_BYTES_MAX:
         raise ConfigError(
             f"a foreign key has {len(key)} bytes; allowed are 1 to {FOREIGN_KEY_BYTES_MAX}"
         )
-    fields = _field(1, root) + _field(2, _text("scheme", scheme)) + _field(3, key)
-    return ChunkKey(hashlib.sha256(_FOREIGN_PREFIX + fields).digest())
+    return ChunkKey(hashlib.sha256(head + _field(3, key)).digest())
+
+
+@lru_cache(maxsize=1024)
+def _foreign_head(root: bytes, scheme: str) -> bytes:
+    """Return what all keys of one scheme under one root begin with. Raises ``ConfigError``."""
+    _check_parent(root)
+    return _FOREIGN_PREFIX + _field(1, root) + _field(2, _text("scheme", scheme))
 
 
 def shard_key(chunk: ChunkKey, shard: ShardId) -> ShardKey:

@@ -9,7 +9,12 @@ import time
 from collections.abc import Collection
 from typing import Final, Protocol, cast
 
-from kvtier.constants import WIRE_BYTES_PER_S_MIN, WIRE_PIECE_BYTES, WIRE_STALL_S_MAX
+from kvtier.constants import (
+    WIRE_BYTES_PER_S_MIN,
+    WIRE_PIECE_BYTES,
+    WIRE_SMALL_BYTES,
+    WIRE_STALL_S_MAX,
+)
 from kvtier.wire import (
     Kind,
     Message,
@@ -18,7 +23,6 @@ from kvtier.wire import (
 from kvtier.wire_fields import WireError
 from kvtier.wire_parser import Frame, Parser
 
-_SMALL_BYTES: Final = 64 * 1024
 #: A peer that is gone without a word is noticed after about a minute.
 _TCP_OPTIONS: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -77,6 +81,8 @@ class Link(asyncio.BufferedProtocol):
         self.received_s = time.monotonic()
         self.received_bytes = 0
         self.sent_bytes = 0
+        #: Frames and payloads handed over since bytes arrived last.
+        self.taken = 0
 
     @property
     def transport(self) -> asyncio.Transport:
@@ -88,6 +94,13 @@ class Link(asyncio.BufferedProtocol):
     def gone(self) -> bool:
         """True when nothing can be sent."""
         return self._transport is None or self._transport.is_closing()
+
+    @property
+    def clear(self) -> bool:
+        """True while a small frame would have to wait for nothing."""
+        if self.gone or self._sending.locked():
+            return False
+        return self.transport.get_write_buffer_size() < WIRE_SMALL_BYTES
 
     def stalled(self, now_s: float) -> bool:
         """Tell whether a frame has been coming for longer than an honest peer needs."""
@@ -129,6 +142,8 @@ class Link(asyncio.BufferedProtocol):
         Raises ``ConnectionError`` where the connection is gone, ``TimeoutError`` where the peer
         takes nothing; a frame that is not sent whole ends the connection.
         """
+        if self.send_at_once(message, payload=payload):
+            return
         nbytes = 0 if payload is None else len(payload)
         head = encode(message, nbytes)
         async with self._sending:
@@ -143,6 +158,23 @@ class Link(asyncio.BufferedProtocol):
                 if not whole:
                     self.abort()
         self.sent_bytes += nbytes
+
+    def send_at_once(self, *messages: Message, payload: memoryview | None = None) -> bool:
+        """Send small frames where nothing is under way that they would have to wait for.
+
+        The payload, of which nothing is needed afterwards, is that of the last one. False: nothing
+        was sent, and ``send`` would wait, or raise.
+        """
+        nbytes = 0 if payload is None else len(payload)
+        if nbytes > WIRE_SMALL_BYTES or not self.clear:
+            return False
+        *first, last = messages
+        frames: list[bytes | memoryview] = [*map(encode, first), encode(last, nbytes)]
+        if payload is not None:
+            frames.append(payload)
+        self.transport.write(b"".join(frames))
+        self.sent_bytes += nbytes
+        return True
 
     async def send_with(self, message: Message, descriptor: int) -> None:
         """Send a frame without a payload, and a descriptor with its first byte. Unix sockets only.
@@ -186,7 +218,7 @@ class Link(asyncio.BufferedProtocol):
         if self.gone:
             raise ConnectionError("the connection is closed")
         self.transport.write(data)
-        if urgent and self.transport.get_write_buffer_size() < _SMALL_BYTES:
+        if urgent and self.transport.get_write_buffer_size() < WIRE_SMALL_BYTES:
             return
         await self._flush()
 
@@ -249,9 +281,10 @@ class Link(asyncio.BufferedProtocol):
         if self._taking:
             return
         self._taking = True
+        self.taken = 0
         try:
             while self._may_take() and self._take_one():
-                pass
+                self.taken += 1
         finally:
             self._taking = False
 

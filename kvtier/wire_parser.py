@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from kvtier.constants import WIRE_HEADER_BYTES_MAX, WIRE_PAYLOAD_BYTES_MAX
 from kvtier.wire import (
@@ -19,6 +19,8 @@ from kvtier.wire import (
     version_of,
 )
 from kvtier.wire_fields import WireError, WireVersionError
+
+_KINDS: Final = {int(kind): kind for kind in Kind}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,8 @@ class Parser:
 
     def _check_beginning(self, have: int) -> None:
         """Tell what is no frame by its first bytes, so that nobody waits for more of it."""
+        if not have:
+            return
         beginning = bytes(self._buffer[self._start : self._start + min(have, len(WIRE_MAGIC))])
         if not WIRE_MAGIC.startswith(beginning):
             raise WireError(f"not KVTier's wire: it begins with {beginning!r}")
@@ -144,7 +148,7 @@ def _checked_prefix(prefix: tuple[Any, ...], accepts: Collection[Kind]) -> tuple
         raise WireVersionError(f"version {version} of the wire; spoken here is {WIRE_VERSION}")
     if number not in accepts:
         raise WireError(f"a frame of kind {number}, which may not come from this side")
-    kind = Kind(number)
+    kind = _KINDS[number]
     if version != version_of(kind) or reserved:
         raise WireError(f"a {kind.name} frame of version {version} with {reserved} reserved")
     if header_bytes > WIRE_HEADER_BYTES_MAX:

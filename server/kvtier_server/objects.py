@@ -13,14 +13,16 @@ of its own plans. An object is stored with one byte behind it, because a payload
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Final
 
 from kvtier.cache.cache import Cache
 from kvtier.cache.keyed_transfer import Payload
 from kvtier.cache.load import Load
 from kvtier.cache.match import Pending, Ready
+from kvtier.cache.planner import chunk_shape
 from kvtier.codecs.opaque import opaque_codec, opaque_layout
 from kvtier.interfaces import Clock
 from kvtier.keys import foreign_key, tenant_digest
@@ -65,19 +67,20 @@ class Fault:
 class Held:
     """A verified object in its slot, which stays as it is until ``release``."""
 
-    def __init__(self, cache: Cache, plan: Plan, offset: int, nbytes: int) -> None:
-        self._cache = cache
-        self._plan: Plan | None = plan
+    def __init__(
+        self, arena: memoryview, offset: int, nbytes: int, end: Callable[[], None]
+    ) -> None:
         #: Where it lies in the arena.
         self.offset = offset
-        self.data = cache.arena[offset : offset + nbytes]
+        self.data = arena[offset : offset + nbytes]
+        self._end: Callable[[], None] | None = end
 
     def release(self) -> None:
         """Let the slot go; ``data`` is not to be used any more. A second call does nothing."""
-        if self._plan is not None:
-            _answer(self._cache, self._plan)
-            self._plan = None
+        if self._end is not None:
+            end, self._end = self._end, None
             self.data = self.data[:0]
+            end()
 
 
 class Filling:
@@ -127,11 +130,30 @@ class Objects:
         return Address(root, foreign_key(root, _SCHEME, key))
 
     async def read(self, key: bytes, *, deadline: float) -> Held | Fault:
-        """Bring an object up and hold it. The caller releases what it gets."""
+        """Hold an object, which is brought up for it. The caller releases what it gets."""
         return await self.bring(self.address(key), deadline=deadline)
 
+    async def lease(self, key: bytes, *, deadline: float) -> Held | Fault:
+        """As ``read``, where the object lies in ``region``, at the arena's own offsets."""
+        held = await self.read(key, deadline=deadline)
+        return held if isinstance(held, Fault) else self.leased(held)
+
+    def hold(self, address: Address) -> Held | None:
+        """Hold an object that lies in memory; None: ``bring`` may bring it up."""
+        hold = self._cache.hold(self._payload(address, None))
+        if hold is None:
+            return None
+        place = _place_in_slot(hold.codec)
+        if place is None:
+            hold.release()
+            return None
+        start, nbytes = place
+        return Held(self._cache.arena, hold.slot.offset + start, nbytes, hold.release)
+
     async def bring(self, address: Address, *, deadline: float) -> Held | Fault:
-        """Do the same with the object at an address."""
+        """Do what ``read`` does, with the object at an address."""
+        if (held := self.hold(address)) is not None:
+            return held
         found: Held | MissReason = MissReason.CODEC
         for _ in range(_SIZE_TRIES):
             match = await self._match(self._payload(address, None), deadline)
@@ -149,11 +171,8 @@ class Objects:
         status = _STATUSES.get(found, Status.UNAVAILABLE)
         return Fault(status, "" if status is Status.ABSENT else found.value)
 
-    async def lease(self, key: bytes, *, deadline: float) -> Held | Fault:
-        """As ``read``, where the object lies in ``region``, at the arena's own offsets."""
-        held = await self.read(key, deadline=deadline)
-        if isinstance(held, Fault):
-            return held
+    def leased(self, held: Held) -> Held | Fault:
+        """Return what is held if its client may map where it lies; else it is let go."""
         region = self._cache.region_at(held.offset)
         if region is None or region.owner != self._owner:
             held.release()
@@ -179,7 +198,7 @@ class Objects:
         move = plan.moves[0]
         start = move.slot.offset + move.payload_offset
         nbytes = _size_of(move.codec) - len(_BEHIND)
-        return Held(self._cache, plan, start, nbytes)
+        return Held(self._cache.arena, start, nbytes, partial(_answer, self._cache, plan))
 
     async def reserve(self, key: bytes, nbytes: int, *, deadline: float) -> Filling | Fault:
         """Make room for a new object; the old one is gone from now on."""
@@ -263,6 +282,16 @@ def namespace_of(credential: str) -> Namespace:
 
 def _codec_in(match: Ready | None) -> str | None:
     return match.hits[0].codec if match is not None and match.hits else None
+
+
+@lru_cache(maxsize=1024)
+def _place_in_slot(codec: str) -> tuple[int, int] | None:
+    """Return where an object begins in its slot and its bytes; None: no object is packed so."""
+    opaque = opaque_codec(codec)
+    if opaque is None:
+        return None
+    (geometry,) = chunk_shape(opaque.layout, opaque, chunk=0).geometries.values()
+    return geometry.header_bytes, _size_of(codec) - len(_BEHIND)
 
 
 def _size_of(codec: str) -> int:

@@ -10,9 +10,11 @@ from collections.abc import Coroutine
 from typing import Any, Final, Protocol
 
 from kvtier.constants import (
+    DAEMON_AT_ONCE_MAX,
     DAEMON_CONNECTION_BYTES_MAX,
     DAEMON_REQUEST_S_MAX,
     DAEMON_REQUESTS_MAX,
+    WIRE_SMALL_BYTES,
 )
 from kvtier.interfaces import Clock
 from kvtier.wire import (
@@ -206,7 +208,8 @@ class Session:
             # It holds up its own connection, and announces what may have no room at all.
             self._begin(self._write(objects, message, payload_bytes), 0)
         elif isinstance(message, Read):
-            self._begin(self._read(objects, message), message.nbytes)
+            if not (self._prompt and self._read_at_once(objects, message)):
+                self._begin(self._read(objects, message), message.nbytes)
         elif isinstance(message, Contains):
             self._begin(self._contains(objects, message), 0)
         elif isinstance(message, Delete):
@@ -216,13 +219,38 @@ class Session:
 
     def _serve_shared(self, shared: Shared, message: Message) -> None:
         if isinstance(message, Lease):
-            self._begin(shared.lease(message, self._deadline()), 0)
+            if not (self._prompt and shared.lease_at_once(message)):
+                self._begin(shared.lease(message, self._deadline()), 0)
         elif isinstance(message, Take):
             self._begin(shared.take(message, self._deadline()), message.nbytes)
         elif isinstance(message, Map):
             self._begin(shared.map(message), 0)
         elif isinstance(message, Release) and not shared.release(message):
             self._refuse(Status.CORRUPT, "a lease that there is not")
+
+    @property
+    def _prompt(self) -> bool:
+        """True while an answer can be given at once, and others have had their turn."""
+        return self.link.taken < DAEMON_AT_ONCE_MAX and self.link.clear
+
+    def _read_at_once(self, objects: Objects, message: Read) -> bool:
+        """Answer with a little of what lies in memory; False: that cannot be done at once."""
+        if message.nbytes > WIRE_SMALL_BYTES:
+            return False
+        held = objects.hold(objects.address(message.key))
+        if held is None:
+            return False
+        data = held.data[message.offset : message.offset + message.nbytes]
+        sent = self.link.send_at_once(Data(message.request, Status.OK, ""), payload=data)
+        assert sent, "it would have to wait"
+        self._count_read(len(data))
+        del data
+        held.release()
+        return True
+
+    def _count_read(self, nbytes: int) -> None:
+        self._plane.counters.reads += 1
+        self._plane.counters.read_bytes += nbytes
 
     async def _contains(self, objects: Objects, message: Contains) -> None:
         self._plane.counters.lookups += len(message.keys)
@@ -244,8 +272,7 @@ class Session:
         try:
             data = held.data[message.offset : message.offset + message.nbytes]
             await self.link.send(Data(message.request, Status.OK, ""), data)
-            counters.reads += 1
-            counters.read_bytes += len(data)
+            self._count_read(len(data))
             del data
         finally:
             held.release()

@@ -17,7 +17,7 @@ from kvtier.wire_shared import copied
 from kvtier_server.counters import Counters
 from kvtier_server.credentials import DEFAULT
 from kvtier_server.leases import LeaseRoom, Leases, Staging, Stagings
-from kvtier_server.objects import Fault, Objects
+from kvtier_server.objects import Fault, Held, Objects
 from kvtier_server.settings import DaemonConfig
 
 
@@ -64,10 +64,28 @@ class Shared:
         """Tell whether a lease is held for longer than it may be."""
         return self._leases.overdue(now_s)
 
+    def lease_at_once(self, message: Lease) -> bool:
+        """Answer a request for what lies in memory; False: ``lease`` has to bring it up.
+
+        The link takes an answer at once.
+        """
+        objects = self._objects
+        held = objects.hold(objects.address(message.key))
+        if held is None:
+            return False
+        answer = self._leased(message.request, objects.leased(held))
+        sent = self._link.send_at_once(answer)
+        assert sent, "it would have to wait"
+        return True
+
     async def lease(self, message: Lease, deadline: float) -> None:
         """Hold an object where it lies, and say where that is."""
         held = await self._objects.lease(message.key, deadline=deadline)
-        number, counters = message.request, self._counters
+        await self._link.send(self._leased(message.request, held))
+
+    def _leased(self, number: int, held: Held | Fault) -> Leased:
+        """Note a lease, or why there is none, and return what is answered."""
+        counters = self._counters
         if not isinstance(held, Fault) and not self._leases.hold(number, held):
             held.release()
             held = Fault(Status.REFUSED, "too much is leased")
@@ -75,15 +93,14 @@ class Shared:
             absent = held.status is Status.ABSENT
             counters.absent += absent
             counters.unleased += not absent
-            await self._link.send(Leased(number, held.status, held.text, 0, 0, 0))
-            return
+            return Leased(number, held.status, held.text, 0, 0, 0)
         region = self._objects.region
         assert region is not None, "leased without a file"
         nbytes = len(held.data)
         counters.reads += 1
         counters.leases += 1
         counters.leased_bytes += nbytes
-        await self._link.send(Leased(number, Status.OK, "", region.number, held.offset, nbytes))
+        return Leased(number, Status.OK, "", region.number, held.offset, nbytes)
 
     def release(self, message: Release) -> bool:
         """End leases; False: one that there is not."""

@@ -35,6 +35,8 @@ from kvtier_connectors.server.errors import failure, translated
 from kvtier_connectors.server.settings import Settings
 
 _NUMBERS: Final = 2**32
+#: Those without a payload. A union made for each answer would cost as much as taking it.
+_ANSWERS: Final = (Found, Done, Leased)
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +45,11 @@ class _Asked:
 
     answer: asyncio.Future[tuple[Message, int]]
     into: memoryview | None
+
+    def late(self) -> None:
+        """Give up waiting."""
+        if not self.answer.done():
+            self.answer.set_exception(TimeoutError())
 
 
 class Line:
@@ -62,7 +69,7 @@ class Line:
         self._version = WIRE_VERSION_SOCKET
         self._connection: socket.socket | None = None  # Ours, to see whether the server is there.
         self._released: list[int] = []
-        self._releasing: asyncio.Task[None] | None = None
+        self._releasing: asyncio.Handle | asyncio.Task[None] | None = None
         self._link = Link(FROM_SERVER, self)
 
     @property
@@ -77,8 +84,13 @@ class Line:
 
     @property
     def holds(self) -> bool:
-        """True while everything that was leased on it and not released stays as it is."""
-        return self._connection is not None and not hung_up(self._connection)
+        """True while everything that was leased on it and not released stays as it is.
+
+        Any thread may ask: it is ``usable`` after the look only if the loop had not closed our
+        descriptor before, whose number may be another connection's by then.
+        """
+        connection = self._connection
+        return connection is not None and not hung_up(connection) and self.usable
 
     @property
     def load(self) -> int:
@@ -129,13 +141,18 @@ class Line:
         if self._fault is not None:
             raise self._fault
         taken = False
-        asked = _Asked(asyncio.get_running_loop().create_future(), into)
-        self._asked[number] = asked
+        loop = asyncio.get_running_loop()
+        asked = self._asked[number] = _Asked(loop.create_future(), into)
+        deadline = loop.time() + self._settings.timeout_s
         before_bytes = self._link.received_bytes
+        expiry = loop.call_at(deadline, asked.late)
         try:
-            async with asyncio.timeout(self._settings.timeout_s):
-                await self._link.send(message, payload)
-                answer = await asked.answer
+            if payload is None and self._link.clear:
+                self._link.send_at_once(*self._ended_leases(), message)
+            else:
+                async with asyncio.timeout_at(deadline):
+                    await self._link.send(message, payload)
+            answer = await asked.answer
             taken = True
             return answer
         except OSError as error:
@@ -145,13 +162,14 @@ class Line:
                 self._lose(fault)  # What has said nothing for so long may be gone for good.
             raise fault from error
         finally:
+            expiry.cancel()
             self._forget(number, asked, taken=taken)
 
     def release(self, number: int) -> None:
-        """End a lease."""
+        """End a lease: with the next request, or when the loop has nothing else to do."""
         self._released.append(number)
-        if self._releasing is None and self.usable:
-            self._releasing = asyncio.get_running_loop().create_task(self._release())
+        if self._releasing is None:
+            self._releasing = asyncio.get_running_loop().call_soon(self._release)
 
     def close(self) -> None:
         """Close; what is asked ends with an error."""
@@ -177,7 +195,7 @@ class Line:
             self._lose(ConnectorDataError("an answer of another version of the wire"))
         elif isinstance(message, Data):
             self._take_data(message, frame.payload_bytes)
-        elif isinstance(message, Found | Done | Leased):
+        elif isinstance(message, _ANSWERS):
             self._end(message.request, message, 0)
 
     def payload_arrived(self) -> None:
@@ -259,15 +277,27 @@ class Line:
             self._welcomed.set_exception(fault)
             self._welcomed.exception()  # Nobody may wait for it any more.
 
-    async def _release(self) -> None:
+    def _release(self) -> None:
+        """Tell the server of leases that have ended, unless a request has taken that along."""
+        if self._released and self.usable and not self._link.clear:
+            self._releasing = asyncio.get_running_loop().create_task(self._release_later())
+            return
+        self._releasing = None
+        if self._released and self.usable:
+            self._link.send_at_once(*self._ended_leases())
+
+    async def _release_later(self) -> None:
         try:
             while self._released:
-                some, self._released = (
-                    self._released[:WIRE_KEYS_MAX],
-                    self._released[WIRE_KEYS_MAX:],
-                )
-                await self._link.send(Release(tuple(some)))
+                for message in self._ended_leases():
+                    await self._link.send(message)
         except OSError as error:
             self._lose(translated(error))
         finally:
             self._releasing = None
+
+    def _ended_leases(self) -> list[Message]:
+        """Return what tells the server of all leases that have ended since the last time."""
+        ended, self._released = self._released, []
+        starts = range(0, len(ended), WIRE_KEYS_MAX)
+        return [Release(tuple(ended[start : start + WIRE_KEYS_MAX])) for start in starts]

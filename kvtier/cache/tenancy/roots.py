@@ -68,9 +68,19 @@ class Roots:
         self._stale: frozenset[bytes] = frozenset()
         # What is noted at its first use is current then, so only another epoch makes it stale.
         self._stale_at = -1
+        # Many calls in a row are for one namespace.
+        self._last: tuple[Namespace, int, bytes] | None = None
 
     def root(self, namespace: Namespace) -> bytes:
         """Return the digest that a namespace's keys follow from, in its present epochs."""
+        last, version = self._last, self._epochs.version
+        if last is not None and last[0] is namespace and last[1] == version:
+            return last[2]
+        root = self._root(namespace)
+        self._last = (namespace, version, root)
+        return root
+
+    def _root(self, namespace: Namespace) -> bytes:
         row = self._row(namespace)
         root = row.namespace
         if row.epoch or row.tenant_epoch:
@@ -166,6 +176,7 @@ class Roots:
 
     def _drop_empty(self) -> None:
         """Forget roots under which nothing is held, at most half of all."""
+        self._last = None
         held = self._held()
         empty = [root for root in self._rows if root not in held][: ROOTS_MAX // 2]
         for root in empty:
