@@ -17,7 +17,7 @@ export HF_HUB_OFFLINE := 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-engines check lint soak format clean
+.PHONY: help setup serve test engines test-engines check lint soak format clean
 
 help: ## list these commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1 /' \
@@ -59,9 +59,12 @@ serve: $(READY) ## serve the bundled model: make serve PORT=8000 DISK=/data/kv A
 test: $(READY) ## run all tests: make test ARGS="tests/unit -k keys"
 	.venv/bin/python -m pytest $(ARGS)
 
-test-engines: $(READY) ## run KVTier inside vLLM and LMCache, in .peer: 6 GB and some minutes
+engines: $(READY) ## install vLLM, LMCache and SGLang's sources into .peer: 2 GB, a minute
 	.venv/bin/python bench/tiers/peers/venvs.py --with-kvtier
-	KVTIER_ENGINES=$${KVTIER_ENGINES:-all} .venv/bin/python -m pytest tests/engines $(ARGS)
+
+test-engines: engines ## run KVTier inside vLLM, LMCache and SGLang: some minutes
+	KVTIER_ENGINES=$${KVTIER_ENGINES:-all} .venv/bin/python -m pytest tests/engines \
+		--junitxml=.peer/results.xml $(ARGS)
 
 lint: $(READY) ## format, lint, types, import direction: what CI checks before it tests
 	.venv/bin/ruff format --check .

@@ -14,7 +14,9 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class CopyingWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copies pages at once, in the thread that asks."""
+    """Copies pages at once, in the thread that asks; ``zeros``: brings nothing back but zeros."""
+
+    zeros = False
 
     def __init__(self, caches: Any, region: Any) -> None:
         self._caches, self._region = caches, region
@@ -52,7 +54,12 @@ class CopyingWorker(OffloadingWorker):  # type: ignore[misc]
                 used = ref.page_size_bytes
                 for block, slot in zip(blocks, slots, strict=True):
                     page, row = pages[block, :used], rows[slot, :used]
-                    row.copy_(page) if store else page.copy_(row)
+                    if store:
+                        row.copy_(page)
+                    elif self.zeros:
+                        page.zero_()
+                    else:
+                        page.copy_(row)
                     nbytes += used
         self._done.append(TransferResult(job_id, True, nbytes, 0.0))
         return True

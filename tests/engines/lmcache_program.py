@@ -163,6 +163,7 @@ class Remote:
             max_local_cpu_size=0.02,
             chunk_size=TOKENS,
             local_cpu=False,
+            blocking_timeout_secs=int(WAIT_S),
             remote_url="plugin://kvtier",
             remote_serde="naive",
             remote_storage_plugins=["kvtier"],

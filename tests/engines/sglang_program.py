@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[2]
+#: How often each call is made while SGLang fails three in ten.
+FAULTY_ROUNDS = 40
 PACKAGES = ("sglang", "sglang.srt", "sglang.srt.mem_cache", "sglang.srt.mem_cache.storage")
 
 
@@ -140,20 +142,69 @@ class Session:
         """Many rounds while SGLang's injector fails and delays calls: never a wrong page."""
         source, target = self.pool.slots(*range(16)), self.pool.slots(*range(16, 32))
         wanted = self.pool.kv_buffer[:, : len(source)].clone()
-        counts = {"stored": 0, "prefix": 0, "loaded": 0, "wrong": 0}
-        start = time.monotonic()
-        for _ in range(40):
+        counts = self._no_counts()
+        for _ in range(FAULTY_ROUNDS):
             counts["stored"] += self.back_end.batch_set_v1(self.keys, source).count(True)
             counts["prefix"] += self.back_end.batch_exists(self.keys)
             self.pool.kv_buffer[:, len(source) :] = 0
             loaded = self.back_end.batch_get_v1(self.keys, target)
             counts["loaded"] += loaded.count(True)
             counts["wrong"] += not self._right(wanted, loaded)
-        return {
-            **counts,
-            "injector": type(self.back_end).__name__,
-            "seconds": time.monotonic() - start,
-        }
+        return counts
+
+    def v2_under_faults(self) -> dict[str, Any]:
+        """The same with the second interface: pages of KV and of state together."""
+        from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+
+        pools = {PoolName.KV: self.pool, PoolName.MAMBA: self.state}
+
+        def transfers(first: int) -> list[Any]:
+            return [
+                PoolTransfer(
+                    name=name,
+                    host_indices=pool.slots(*range(first, first + 16)),
+                    keys=self.keys,
+                    hit_policy=PoolHitPolicy.ALL_PAGES,
+                )
+                for name, pool in pools.items()
+            ]
+
+        counts = self._no_counts()
+        for _ in range(FAULTY_ROUNDS):
+            stored = self.back_end.batch_set_v2(transfers(0))
+            said = self.back_end.batch_exists_v2(self.keys, transfers(0)[1:])
+            for pool in pools.values():
+                pool.kv_buffer[:, 16 * pool.page_size :] = 0
+            loaded = self.back_end.batch_get_v2(transfers(16))
+            counts["prefix"] += (said.restorable_prefix_pages or [])[-1:] == [16]
+            for name, pool in pools.items():
+                counts["stored"] += stored[name].count(True)
+                counts["loaded"] += loaded[name].count(True)
+                counts["wrong"] += sum(
+                    not torch.equal(pool.page(number), pool.page(16 + number))
+                    for number, there in enumerate(loaded[name])
+                    if there
+                )
+        return counts
+
+    def flat_under_faults(self) -> dict[str, Any]:
+        """The same with the older interface: tensors of their own."""
+        values = [torch.randn(64) for _ in self.keys]
+        counts = self._no_counts()
+        for _ in range(FAULTY_ROUNDS):
+            counts["stored"] += self.back_end.batch_set(self.keys, values)
+            counts["prefix"] += self.back_end.batch_exists(self.keys)
+            got = self.back_end.batch_get(self.keys, [torch.zeros(64) for _ in self.keys])
+            there = [
+                (one, value) for one, value in zip(got, values, strict=True) if one is not None
+            ]
+            counts["loaded"] += len(there)
+            counts["wrong"] += sum(not torch.equal(one, value) for one, value in there)
+        return counts
+
+    def _no_counts(self) -> dict[str, Any]:
+        injector = type(self.back_end).__name__
+        return {"injector": injector, "stored": 0, "prefix": 0, "loaded": 0, "wrong": 0}
 
     def load(self) -> dict[str, Any]:
         """Load what an earlier process stored."""

@@ -12,7 +12,7 @@ from tests.lib.lmcache_runs import bench_l2, kvtier_adapter, on_disk, run_lmcach
 #: More than LMCache has buffers.
 CALLS_GIVEN_UP = 3000
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(1000)
 
 
 def test_lmcaches_own_bench_of_l2_adapters_verifies_what_comes_back(tmp_path: Path) -> None:

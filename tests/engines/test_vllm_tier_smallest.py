@@ -10,7 +10,7 @@ import pytest
 from tests.lib.vllm_runs import BLOCK_TOKENS, prompts
 from tests.lib.vllm_tier_runs import served, tier_table
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = pytest.mark.timeout(1000)
 
 
 def test_what_vllm_promotes_gives_the_same_tokens_as_computing(
@@ -19,5 +19,6 @@ def test_what_vllm_promotes_gives_the_same_tokens_as_computing(
     asked = prompts(rng, families=1, members=2, shared=100, own=30)
     cold, warm = served(tier_table(tmp_path / "kv"), asked, None, asked)
     assert warm.tokens == cold.tokens
-    assert cold.cached[0] == 0
+    # The first to be computed had nothing; which one it is depends on whose lookup was quicker.
+    assert 0 in cold.cached
     assert warm.cached == [(len(each.tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for each in asked]

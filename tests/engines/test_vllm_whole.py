@@ -16,6 +16,7 @@ import pytest
 from tests.lib.disk_folder import shard_files
 from tests.lib.vllm_runs import (
     CHUNK_TOKENS,
+    PATIENT,
     Prompt,
     Served,
     VllmRun,
@@ -23,7 +24,7 @@ from tests.lib.vllm_runs import (
     whole_chunks,
 )
 
-pytestmark = pytest.mark.timeout(1000)
+pytestmark = pytest.mark.timeout(2000)
 
 FAMILIES, MEMBERS, COUNT = 10, 5, 8
 SHARED, OWN = 200, 50
@@ -65,16 +66,12 @@ def copied(filled: tuple[Path, Served], tmp_path: Path) -> Path:
 
 def options(disk: Path, **more: Any) -> dict[str, Any]:
     sizes = {"dram": "256MiB", "disk": str(disk), "chunk_tokens": CHUNK_TOKENS}
-    return sizes | {"load_deadline_s": 20.0} | more
+    return sizes | PATIENT | more
 
 
 def check_from_tier(served: Served) -> None:
-    """Nearly every family's first prompt, which a new vLLM has nothing of, had its chunks.
-
-    On a machine that is busy enough, a load or a store may miss its deadline.
-    """
-    firsts = served.cached[::MEMBERS]
-    assert sum(count >= whole_chunks(PROMPT_TOKENS) for count in firsts) >= 0.8 * len(firsts)
+    """Every family's first prompt, which a new vLLM has nothing of, had its chunks."""
+    assert min(served.cached[::MEMBERS]) >= whole_chunks(PROMPT_TOKENS)
 
 
 def test_filling_the_tiers_changes_nothing(
@@ -161,7 +158,7 @@ def test_tenants_answers_and_resets(asked: list[Prompt], plain: Served) -> None:
     ours = asked[0]
     theirs = Prompt(ours.tokens, salt="theirs")
     longer = Prompt(ours.tokens + plain.tokens[0] + [5] * 60)
-    run = VllmRun({"dram": "256MiB", "chunk_tokens": 32})
+    run = VllmRun({"dram": "256MiB", "chunk_tokens": 32, **PATIENT})
     run.serve([ours], COUNT + 40).forget().serve([theirs]).forget().serve([theirs])
     run.forget().serve([longer]).reset().serve([ours, theirs])
     own, other, again, continued, after = run.metrics().served()
@@ -179,7 +176,7 @@ def test_tenants_answers_and_resets(asked: list[Prompt], plain: Served) -> None:
 def test_preempted_requests_answer_the_same(asked: list[Prompt], plain: Served) -> None:
     """With blocks for two prompts and a half, four at a time: vLLM preempts and takes up again."""
     run = VllmRun(
-        {"dram": "256MiB", "chunk_tokens": CHUNK_TOKENS},
+        {"dram": "256MiB", "chunk_tokens": CHUNK_TOKENS, **PATIENT},
         engine={"num_gpu_blocks_override": 24, "max_model_len": 512},
     )
     run.serve(asked[:8], 100).forget().serve(asked[:8], 100)
@@ -208,7 +205,7 @@ def test_two_ranks_share_an_arena(tmp_path: Path, asked: list[Prompt]) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(model))
     run = VllmRun(
-        {"dram": "64MiB", "chunk_tokens": CHUNK_TOKENS},
+        {"dram": "64MiB", "chunk_tokens": CHUNK_TOKENS, **PATIENT},
         engine={"tensor_parallel_size": 2, "load_format": "dummy"},
         processes=True,
         model=tmp_path,

@@ -12,6 +12,8 @@ from typing import Any
 
 #: What a round of metrics tells.
 COUNTED = ("vllm:num_preemptions", "vllm:kvtier_hit_tokens", "vllm:kvtier_miss_tokens")
+#: How long stores may hold blocks, on a busy machine.
+FORGET_S = 120
 
 
 def sabotage() -> None:
@@ -83,7 +85,7 @@ def serve(engine: Any, prompts: list[dict[str, Any]], count: int) -> dict[str, A
 
 def forget(engine: Any, *, tiers: bool) -> bool:
     """Have vLLM forget its own prefixes, and the tiers theirs; stores may still hold blocks."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + FORGET_S
     while not (done := engine.reset_prefix_cache(reset_connector=tiers)) and time.monotonic() < end:
         serve(engine, [{"tokens": [1, 2, 3], "salt": ""}], 1)
     return bool(done)

@@ -15,16 +15,24 @@ from vllm_program import forget, serve  # type: ignore[import-not-found]
 CPU_TIER_BYTES = 256 * 2**20
 
 
-def sabotage() -> None:
-    """Let every load bring zeros, as if nobody looked at what is loaded."""
-    from kvtier.codecs.opaque import OpaqueCodec
+def sabotage(tier: str) -> None:
+    """Let every load bring zeros, as if nobody looked at what is loaded.
 
-    honest = OpaqueCodec.unpack
+    Ours from KVTier; vLLM's own tier, whose reads are not ours to spoil, into vLLM's pool.
+    """
+    if tier == "KVTierTier":
+        from kvtier.codecs.opaque import OpaqueCodec
 
-    def unpack(self: Any, payload: memoryview, pool: Any, move: Any) -> None:
-        honest(self, memoryview(bytes(len(payload))), pool, move)
+        honest = OpaqueCodec.unpack
 
-    OpaqueCodec.unpack = unpack  # type: ignore[method-assign]
+        def unpack(self: Any, payload: memoryview, pool: Any, move: Any) -> None:
+            honest(self, memoryview(bytes(len(payload))), pool, move)
+
+        OpaqueCodec.unpack = unpack  # type: ignore[method-assign]
+    else:
+        from cpu_copies import CopyingWorker  # type: ignore[import-not-found]
+
+        CopyingWorker.zeros = True
 
 
 def open_engine(asked: dict[str, Any]) -> Any:
@@ -64,7 +72,7 @@ def settle(engine: Any) -> None:
 def main() -> None:
     asked: dict[str, Any] = json.load(sys.stdin)
     if asked["zeros"]:
-        sabotage()
+        sabotage(asked["tier"]["type"])
     engine = open_engine(asked)
     rounds: list[dict[str, Any]] = []
     for orders in asked["rounds"]:

@@ -8,11 +8,12 @@ import subprocess
 from pathlib import Path
 from typing import Any, Final
 
+from tests.lib.peers import PATIENT, peer
+
 ROOT: Final = Path(__file__).parents[2]
-FOLDER: Final = ROOT / ".peer" / "lmcache" / "bin"
 PROGRAM: Final = ROOT / "tests" / "engines" / "lmcache_program.py"
-#: Longer than any run here; a hang is what these tests look for.
-RUN_S: Final = 120.0
+#: Longer than any run here on a busy machine; a hang is what these tests look for.
+RUN_S: Final = 480.0
 
 
 def kvtier_adapter(**options: Any) -> dict[str, Any]:
@@ -26,14 +27,20 @@ def kvtier_adapter(**options: Any) -> dict[str, Any]:
 
 
 def on_disk(folder: Path, **options: Any) -> dict[str, Any]:
-    """Options of a cache with a disk."""
+    """Options of a cache with a disk, patient as ``PATIENT`` is."""
     disk = {"disk": str(folder), "disk_bytes": "1GiB"}
-    return {"dram": "256MiB", **disk, "weights_id": "weights 1", **options}
+    return {"dram": "256MiB", **disk, "weights_id": "weights 1", **PATIENT, **options}
 
 
 def bench_l2(adapter: dict[str, Any], *arguments: str) -> str:
     """Run ``lmcache bench l2``; return what it printed. ``AssertionError`` unless it ended well."""
-    command = [str(FOLDER / "lmcache"), "bench", "l2", "--l2-adapter", json.dumps(adapter)]
+    command = [
+        str(peer("lmcache") / "bin" / "lmcache"),
+        "bench",
+        "l2",
+        "--l2-adapter",
+        json.dumps(adapter),
+    ]
     done = _run([*command, *arguments], "")
     assert done.returncode == 0, f"it ended with {done.returncode}:\n{done.stderr[-4000:]}"
     return done.stdout
@@ -41,8 +48,7 @@ def bench_l2(adapter: dict[str, Any], *arguments: str) -> str:
 
 def run_lmcache(what: str, **orders: Any) -> Any:
     """Run a part of ``lmcache_program.py``; return what it found."""
-    command = [str(FOLDER / "python"), str(PROGRAM), what]
-    done = _run(command, json.dumps(orders))
+    done = _run(["python", str(PROGRAM), what], json.dumps(orders))
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert (done.returncode, len(lines)) == (0, 1), (
         f"it ended with {done.returncode}:\n{done.stderr[-4000:]}"
@@ -60,8 +66,9 @@ def _run(command: list[str], orders: str) -> subprocess.CompletedProcess[str]:
         "LMCACHE_LOG_LEVEL": "WARNING",
         "PYTHONHASHSEED": "0",
     }
+    script, *arguments = command
     return subprocess.run(
-        command,
+        [str(peer("lmcache") / "bin" / script), *arguments],
         input=orders,
         capture_output=True,
         text=True,

@@ -11,15 +11,20 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvtier_engine.weights.load import model_folder
+from tests.lib.peers import peer
 
 ROOT: Final = Path(__file__).parents[2]
 PYTHON: Final = ROOT / ".peer" / "vllm" / "bin" / "python"
 PROGRAM: Final = ROOT / "tests" / "engines" / "vllm_program.py"
-#: Longer than any run here; a hang is what these tests look for.
-RUN_S: Final = 480.0
+#: Longer than any run here on a busy machine; a hang is what these tests look for.
+RUN_S: Final = 900.0
 BLOCK_TOKENS: Final = 32
 CHUNK_TOKENS: Final = 64
 _VOCABULARY: Final = 49_152
+
+
+#: Options with which all that a tier holds is loaded, however busy the machine is.
+PATIENT: Final = {"load_deadline_s": 60, "pending_deadline_s": 60, "gpu_time_worth": 1e6}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,29 @@ class Served:
     cached: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a process of vLLM ended, and both its outputs."""
+
+    status: int
+    output: str
+    errors: str
+
+    def rounds(self) -> list[dict[str, Any]]:
+        """Return what each round came to. ``AssertionError`` unless it ended well."""
+        lines = [line for line in self.output.splitlines() if line.startswith("RESULT ")]
+        told = f"vLLM ended with {self.status}:\n{self.errors[-4000:]}"
+        assert (self.status, len(lines)) == (0, 1), told
+        found: list[dict[str, Any]] = json.loads(lines[0].removeprefix("RESULT "))
+        return found
+
+    def served(self) -> list[Served]:
+        """Return its rounds of prompts. ``AssertionError`` where one could not forget."""
+        rounds = self.rounds()
+        assert all(each.get("done", True) for each in rounds), "vLLM could not forget"
+        return [Served(**each) for each in rounds if "tokens" in each]
+
+
 @dataclass(slots=True)
 class VllmRun:
     """One process of vLLM and what it is to do; ``options`` None: without a connector."""
@@ -50,6 +78,7 @@ class VllmRun:
     processes: bool = False
     policy: str = "recompute"
     model: Path | None = None
+    run_s: float = RUN_S
     _rounds: list[dict[str, Any]] = field(default_factory=list)
 
     def serve(self, prompts: list[Prompt], count: int = 8) -> VllmRun:
@@ -73,8 +102,8 @@ class VllmRun:
         self._rounds.append({"do": "metrics"})
         return self
 
-    def start(self) -> tuple[int, str, str]:
-        """Run it; return the exit status and both outputs. ``TimeoutExpired`` when it hangs."""
+    def start(self) -> Ended:
+        """Run it, however it ends. ``TimeoutExpired`` when it hangs."""
         asked = {
             "model": str(self.model or model_folder("smollm2-135m")),
             "options": self.options,
@@ -88,39 +117,40 @@ class VllmRun:
             "policy": self.policy,
             "rounds": self._rounds,
         }
-        environment = {
-            **os.environ,
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(self.processes)),
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
-        done = subprocess.run(
-            [str(PYTHON), str(PROGRAM)],
-            input=json.dumps(asked),
-            capture_output=True,
-            text=True,
-            timeout=RUN_S,
-            env=environment,
-            check=False,
-        )
-        return done.returncode, done.stdout, done.stderr
+        return run_vllm(PROGRAM, asked, processes=self.processes, run_s=self.run_s)
 
     def rounds(self) -> list[dict[str, Any]]:
         """Run it; return what each round came to. ``AssertionError`` unless it ended well."""
-        status, output, errors = self.start()
-        lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
-        assert (status, len(lines)) == (0, 1), f"vLLM ended with {status}:\n{errors[-4000:]}"
-        found: list[dict[str, Any]] = json.loads(lines[0].removeprefix("RESULT "))
-        return found
+        return self.start().rounds()
 
     def served(self) -> list[Served]:
         """Run it; return its rounds of prompts. ``AssertionError`` where one could not forget."""
-        rounds = self.rounds()
-        assert all(each.get("done", True) for each in rounds), "vLLM could not forget"
-        return [Served(**each) for each in rounds if "tokens" in each]
+        return self.start().served()
+
+
+def run_vllm(
+    program: Path, asked: dict[str, Any], *, processes: bool = False, run_s: float = RUN_S
+) -> Ended:
+    """Give one of our programs its orders in vLLM's environment. ``TimeoutExpired`` if it hangs."""
+    environment = {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)),
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        [str(peer("vllm") / "bin" / "python"), str(program)],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        timeout=run_s,
+        env=environment,
+        check=False,
+    )
+    return Ended(done.returncode, done.stdout, done.stderr)
 
 
 def prompts(
