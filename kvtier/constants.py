@@ -214,12 +214,16 @@ WIRE_TEXT_BYTES_MAX: Final = 1024
 # Bytes that are handed to a socket at a time, and how long one such piece may take to go.
 WIRE_PIECE_BYTES: Final = MIB // 2
 WIRE_STALL_S_MAX: Final = 10.0
+# What is little enough to be copied and sent at once, so that nobody waits for it.
+WIRE_SMALL_BYTES: Final = 64 * KIB
 # Slower than this a frame does not count as coming.
 WIRE_BYTES_PER_S_MIN: Final = 256 * KIB
 
 # The cache server: connections and what may be under way, of one and of all.
 DAEMON_CONNECTIONS_MAX: Final = 256
 DAEMON_REQUESTS_MAX: Final = 256
+# Of the requests that a connection sends in one go, those that are answered before others' turn.
+DAEMON_AT_ONCE_MAX: Final = 16
 DAEMON_CONNECTION_BYTES_MAX: Final = 64 * MIB
 DAEMON_BYTES_MAX: Final = GIB
 DAEMON_IDLE_S_MAX: Final = 600.0

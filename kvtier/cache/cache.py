@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from kvtier.cache.assembly import Given, make_desks, make_medium
 from kvtier.cache.below.removal import remove
 from kvtier.cache.figures import cache_stats
+from kvtier.cache.hold import Hold, hold_first
 from kvtier.cache.load import Load
 from kvtier.cache.match import Pending, Ready
 from kvtier.cache.planner import check_blocks, check_store
@@ -224,6 +225,20 @@ class Cache:
             self._touch(match)
             load.bring()
         return load
+
+    def hold(self, sequence: Sequence) -> Hold | None:
+        """Pin a sequence's first chunk, to be read where it lies in DRAM until its ``release``.
+
+        Counts as a lookup, an admission and a load. None: it is not there in one shard, and
+        nothing is counted; a load may bring it up.
+        """
+        with self._lock:
+            if self._closed or not self._roots.current(sequence):
+                return None
+            held = hold_first(self._desks.loading, sequence, self._rooms.pump)
+            if held is not None:
+                self._touch(held[1])
+            return None if held is None else held[0]
 
     def prefetch(
         self, match: Ready, *, start_token: int = 0, deadline: float | None = None

@@ -192,6 +192,8 @@ class ServerConnector:
 
 async def _gathered(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Do them at once; when we are cancelled, return once all of them have let go."""
+    if len(calls) == 1:
+        return [await calls[0]]
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(call) for call in calls]
     return [task.result() for task in tasks]
@@ -208,7 +210,7 @@ def _batches(keys: Sequence[bytes]) -> list[list[bytes]]:
             batches.append([])
             nbytes = 0
         batches[-1].append(bytes(key))
-        nbytes += len(key) + 8
+        nbytes += len(key) + _KEY_OVERHEAD_BYTES
     return [batch for batch in batches if batch]
 
 

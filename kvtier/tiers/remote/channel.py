@@ -39,6 +39,7 @@ from kvtier.errors import (
     TierError,
 )
 from kvtier.interfaces import Clock, Connector, Listable
+from kvtier.loops import new_loop
 from kvtier.tiers.remote.answers import checked_found, checked_reads, checked_writes
 from kvtier.tiers.remote.batches import batch_count
 from kvtier.tiers.remote.breaker import retry_delay_s
@@ -109,7 +110,7 @@ class Channel:
         self._calls: set[asyncio.Task[None]] = set()
         self._closing = False
         self._verifiers = ThreadPoolExecutor(_VERIFY_THREADS, f"kvtier-verify-{name}")
-        self._loop = asyncio.new_event_loop()
+        self._loop = new_loop()
         self._thread = threading.Thread(
             target=self._run_loop, name=f"kvtier-remote-{name}", daemon=True
         )
