@@ -36,10 +36,17 @@ KEYED_BATCH_MAX: Final = 16_384
 KEYED_PIECES_MAX: Final = 1024
 KEYED_INFLIGHT_MAX: Final = 32
 KEYED_INFLIGHT_BYTES: Final = 64 * MIB
+KEYED_ORDER_MAX: Final = 16
 KEYED_TRANSFERS_MAX: Final = 256
 
 # DRAM arena.
 SLAB_BYTES_DEFAULT: Final = 64 * MIB
+#: The arena of a cache without a DRAM tier: what is on its way to or from the tiers below.
+STAGING_BYTES: Final = 256 * MIB
+# What others may lend such a cache at a time, half of what a server lends one connection: what is
+# given back and what is asked for anew pass each other. What has lent nothing is asked no sooner.
+LENT_BYTES_MAX: Final = 128 * MIB
+LEND_PAUSE_S: Final = 5.0
 # Owners who have a file of their own in an arena that others map: each takes two descriptors.
 ARENA_OWNERS_MAX: Final = 128
 

@@ -54,8 +54,11 @@ class ThreadPool:
         self._queue.put(run_boundary)
         return future
 
-    def close(self, timeout_s: float) -> None:
-        """End the threads once the queue is worked off; leave those that hang behind."""
+    def close(self, timeout_s: float | None) -> None:
+        """End the threads once the queue is worked off; leave those that hang behind.
+
+        Waits so long for each; None: as long as it takes.
+        """
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
@@ -64,6 +67,7 @@ class ThreadPool:
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
             work()
+            del work  # What it holds goes before the next work comes.
 
 
 class Executor:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 
 from kvtier.cache.cache import Cache
-from kvtier.cache.keyed_transfer import Desk, Get, Item, Payload, Put, Transfer
+from kvtier.cache.keyed_desk import Desk
+from kvtier.cache.keyed_transfer import Get, Item, Payload, Put, Transfer
 from kvtier.cache.match import Pending
 from kvtier.clock import SystemClock
 from kvtier.codecs.opaque import Pieces
@@ -35,6 +36,10 @@ Source = Buffer | tuple[Buffer, ...]
 Target = memoryview | bytearray | tuple[memoryview | bytearray, ...]
 
 
+def _nobody_listens() -> None:
+    pass
+
+
 class KeyedCache:
     """Payloads under another system's keys. Any thread may call; no call waits for a tier.
 
@@ -44,20 +49,27 @@ class KeyedCache:
     """
 
     def __init__(
-        self, cache: Cache, namespace: Namespace, scheme: str, *, clock: Clock | None = None
+        self,
+        cache: Cache,
+        namespace: Namespace,
+        scheme: str,
+        *,
+        clock: Clock | None = None,
+        stirred: Callable[[], None] = _nobody_listens,
     ) -> None:
         """Begin to use a cache.
 
         ``namespace`` says what computed the KV, as everywhere. ``scheme`` says whose keys these
         are and what its payloads hold: all that the foreign key does not say and on which the
         bytes depend, as page size, layout, rank and the system's version. ``clock`` is the
-        cache's.
+        cache's. ``stirred`` is called in a thread of ours, soon after a payload was copied: whoever
+        polls now finds news. It neither blocks nor raises.
         """
         self._cache = cache
         self._namespace = namespace
         self._scheme = scheme
         self._clock = clock or SystemClock()
-        self._desk = Desk(cache, self._clock)
+        self._desk = Desk(cache, namespace, self._clock, stirred)
         self._transfers: set[Transfer] = set()
         self._closed = False
         self._lock = threading.Lock()

@@ -12,39 +12,21 @@ awaited. So nothing touches a buffer after its outcome is known.
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from kvtier.cache.cache import Cache
+from kvtier.cache.keyed_desk import WORKER, Desk, Filling, Outcome
 from kvtier.cache.load import Load
 from kvtier.cache.match import Pending
 from kvtier.cache.sequence import Sequence
-from kvtier.cache.worker import CacheWorker
-from kvtier.codecs.opaque import BufferPool, OpaqueCodec, Pieces, opaque_layout
+from kvtier.codecs.opaque import OpaqueCodec, Pieces, opaque_layout
 from kvtier.constants import KEYED_INFLIGHT_BYTES, KEYED_INFLIGHT_MAX
-from kvtier.interfaces import Clock
-from kvtier.types import (
-    Blocks,
-    ChunkKey,
-    KVLayout,
-    MissReason,
-    Namespace,
-    Placement,
-    Plan,
-    Result,
-    Tier,
-)
+from kvtier.types import ChunkKey, KVLayout, MissReason, Namespace, Placement, Tier
 
-#: The tier that gave or holds the payload, or why there is none.
-Outcome = Tier | MissReason
-
-#: No rank of an engine has this number, so the death of one answers no copy that still runs.
-_WORKER: Final = Placement(worker=-1)
 _PAUSE_S_MIN: Final = 20e-6
 _PAUSE_S_MAX: Final = 1e-3
 
@@ -83,83 +65,7 @@ class Payload(Sequence):
     @property
     def workers(self) -> tuple[Placement, ...]:
         """The one that knows the callers' buffers."""
-        return (_WORKER,)
-
-
-class Desk:
-    """What all transfers of one keyed cache share. Safe from any thread."""
-
-    def __init__(self, cache: Cache, clock: Clock) -> None:
-        self.cache = cache
-        self.clock = clock
-        self.pool = BufferPool()
-        self._worker = CacheWorker(_WORKER, cache.arena, clock=clock)
-        self._worker.register_pool(self.pool)
-        self._numbers = itertools.count()
-        self._failed: dict[int, MissReason] = {}  # By plan, until its put has asked.
-        self._doomed: set[ChunkKey] = set()
-        self._closed = False
-        self._lock = threading.Lock()
-
-    def lay_out(self, buffer: Pieces) -> tuple[int, Blocks]:
-        """Let the worker know a buffer; return its number, and the block that it is."""
-        number = next(self._numbers)
-        self.pool.add(number, buffer)
-        return number, Blocks(0, ((number,),), block_tokens=1)
-
-    def execute(self, plan: Plan) -> None:
-        """Have a plan executed; once closed, it comes to nothing at once."""
-        with self._lock:
-            if self._closed:
-                reason = MissReason.CANCELLED
-                self._take([Result(plan.plan_id, _WORKER.worker, ok=False, reason=reason)])
-            else:
-                self._worker.execute(plan)
-
-    def carry(self) -> None:
-        """Carry the worker's answers to the cache."""
-        with self._lock:
-            self._take(self._worker.poll())
-
-    def failure(self, plan_id: int) -> MissReason | None:
-        """Return why a plan that is answered came to nothing; once."""
-        with self._lock:
-            return self._failed.pop(plan_id, None)
-
-    def doom(self, keys: Iterable[ChunkKey]) -> None:
-        """Let payloads go; what cannot go yet is hidden until it can."""
-        with self._lock:
-            self._doomed.update(keys)
-        for key in keys:
-            self.hidden(key)
-
-    def hidden(self, key: ChunkKey) -> bool:
-        """Tell whether something is still held that was deleted. Looks after it."""
-        with self._lock:
-            if key in self._doomed and self.cache.remove([key])[0]:
-                self._doomed.remove(key)
-            return key in self._doomed
-
-    def sweep(self) -> None:
-        """Look after what was deleted and could not go."""
-        with self._lock:
-            doomed = list(self._doomed)
-            gone = self.cache.remove(doomed)
-            self._doomed.difference_update(k for k, left in zip(doomed, gone, strict=True) if left)
-
-    def close(self) -> None:
-        """Finish the copies that were taken on and take no more."""
-        with self._lock:
-            self._closed = True
-        self._worker.close()
-        self.carry()
-
-    def _take(self, results: list[Result]) -> None:
-        for result in results:
-            if not result.ok:
-                self._failed[result.plan_id] = result.reason or MissReason.WORKER
-        # How fast a payload is copied says nothing of a codec's speed.
-        self.cache.finish([replace(result, moved=None) for result in results])
+        return (WORKER,)
 
 
 class Item(Protocol):
@@ -186,6 +92,7 @@ class Get:
     desk: Desk
     payload: Payload
     buffer: Pieces
+    filling: Filling | None = None
     load: Load | None = None
     number: int = -1
     plans: list[int] = field(default_factory=list)
@@ -197,13 +104,15 @@ class Get:
 
     def step(self, deadline: float) -> Outcome | None:
         """See ``Item.step``."""
+        if self.filling is not None:
+            return self.filling.outcome
         if self.load is None:
             outcome = self._begin(deadline)
             if self.load is None:
                 return outcome
         for plan in self.load.poll():
             self.plans.append(plan.plan_id)
-            self.desk.execute(plan)
+            self.desk.order(plan)
         loaded = self.load.outcome
         if loaded is None:
             return None
@@ -217,6 +126,8 @@ class Get:
 
     def cancel(self) -> None:
         """See ``Item.cancel``."""
+        if self.filling is not None:
+            self.filling.wanted = False
         if self.load is not None:
             self.load.cancel()
 
@@ -226,6 +137,11 @@ class Get:
             return MissReason.DEADLINE
         if desk.hidden(self.payload.key):
             return MissReason.ABSENT
+        hold = desk.cache.hold(self.payload)
+        if hold is not None:
+            self.filling = Filling(hold, self.payload.root, self.buffer, deadline)
+            desk.order(self.filling)
+            return None
         match = desk.cache.match(self.payload)
         if isinstance(match, Pending):
             return None
@@ -296,7 +212,7 @@ class Put:
             self.desk.pool.remove(number)
             return False
         self.number, self.plan_id = number, plan.plan_id
-        self.desk.execute(plan)
+        self.desk.order(plan)
         return True
 
 
@@ -327,7 +243,6 @@ class Transfer:
         Complete soon after the deadline, whatever the tiers do: what has not come is a miss by
         then, and a copy that runs is awaited. After a miss a buffer's content is undefined.
         """
-        self._desk.carry()
         with self._lock:
             for number, item in list(self._active.items()):
                 self._step(number, item)
@@ -339,6 +254,7 @@ class Transfer:
                 self._active[number] = item
                 self._active_bytes += item.nbytes
                 self._step(number, item)
+            self._desk.send()
             if not self.complete:
                 return None
             return [self._outcomes[number] for number in range(len(self._outcomes))]
@@ -347,7 +263,7 @@ class Transfer:
         """Block until complete; for threads that have nothing else to do."""
         pause_s = _PAUSE_S_MIN
         while (outcomes := self.poll()) is None:
-            self._desk.clock.sleep(pause_s)
+            self._desk.wait(pause_s)
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
         return outcomes
 

@@ -14,10 +14,20 @@ from typing import Final
 
 import numpy as np
 
+from kvtier.codecs.sections import aligned_bytes
 from kvtier.constants import OPAQUE_BYTES_MAX, OPAQUE_SECTION_BYTES, SECTIONS_MAX
 from kvtier.errors import CodecError, LayoutError
 from kvtier.interfaces import PagedPool
-from kvtier.types import CodecTraits, GroupKind, KVGroup, KVLayout, Move, Part, ShardLayout
+from kvtier.types import (
+    CodecTraits,
+    Direction,
+    GroupKind,
+    KVGroup,
+    KVLayout,
+    Move,
+    Part,
+    ShardLayout,
+)
 
 _NAME: Final = re.compile(r"opaque-([1-9][0-9]{0,15})")
 
@@ -168,6 +178,27 @@ class OpaqueCodec:
         for piece in buffer.cut(start, end):
             yield piece, payload[start : start + len(piece)]
             start += len(piece)
+
+
+def copy_out(slot: memoryview, buffer: Pieces) -> None:
+    """Copy the whole payload that a slot holds into a buffer of its size, the GIL released."""
+    # All sections but the last are whole pages, so behind the header it lies in one piece.
+    start = len(slot) - aligned_bytes(buffer.nbytes)
+    for piece in buffer.cut(0, buffer.nbytes):
+        _copy(slot[start : start + len(piece)], piece)
+        start += len(piece)
+
+
+def move_payload(direction: Direction, arena: memoryview, pool: BufferPool, move: Move) -> None:
+    """Make one move of a plan. Raises ``CodecError`` for a buffer of another size."""
+    codec = opaque_codec(move.codec)
+    assert codec is not None, "a plan for a payload"
+    start = move.slot.offset + move.payload_offset
+    payload = arena[start : move.slot.offset + move.slot.nbytes]
+    if direction is Direction.STORE:
+        codec.pack(pool, move, payload)
+    else:
+        codec.unpack(payload, pool, move)
 
 
 def _copy(source: memoryview, target: memoryview) -> None:

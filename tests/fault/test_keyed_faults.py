@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.codecs.opaque import OpaqueCodec
+from kvtier.cache import keyed_desk
+from kvtier.codecs.opaque import Pieces, copy_out
 from kvtier.constants import MIB, STORE_DEADLINE_S
-from kvtier.interfaces import PagedPool
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import wait_until
 from kvtier.testing.fault_files import (
@@ -22,7 +22,7 @@ from kvtier.testing.fault_files import (
     FileOperation,
     ShortRead,
 )
-from kvtier.types import MissReason, Move, Tier
+from kvtier.types import MissReason, Tier
 from tests.lib.cache_setup import tier_stats
 from tests.lib.keyed_setup import (
     POISON,
@@ -53,14 +53,13 @@ class HeldCopy:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.arrived = threading.Event()
         self.let_go = threading.Event()
-        unpack = OpaqueCodec.unpack
 
-        def held(codec: OpaqueCodec, payload: memoryview, pool: PagedPool, move: Move) -> None:
+        def held(slot: memoryview, buffer: Pieces) -> None:
             self.arrived.set()
             assert self.let_go.wait(20), "nobody let the copy go"
-            unpack(codec, payload, pool, move)
+            copy_out(slot, buffer)
 
-        monkeypatch.setattr(OpaqueCodec, "unpack", held)
+        monkeypatch.setattr(keyed_desk, "copy_out", held)
 
 
 # Lies
@@ -158,7 +157,7 @@ def test_a_copy_that_runs_at_the_deadline_is_awaited(
     transfer.cancel()
     for _ in range(100):
         assert transfer.poll() is None
-    assert cache.stats().loads_inflight == 1
+    assert tier_stats(cache, Tier.DRAM).pinned_chunks == 1
     copy.let_go.set()
     finished(transfer)
     assert into == payload(b"k", 70_000)

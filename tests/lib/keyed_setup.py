@@ -11,7 +11,8 @@ from pathlib import Path
 
 from kvtier.cache.cache import Cache
 from kvtier.cache.keyed import KeyedCache
-from kvtier.cache.keyed_transfer import Outcome, Transfer
+from kvtier.cache.keyed_desk import Outcome
+from kvtier.cache.keyed_transfer import Transfer
 from kvtier.config import CacheConfig, DiskConfig, RemoteConfig
 from kvtier.constants import MIB
 from kvtier.interfaces import Clock

@@ -233,15 +233,15 @@ def test_batches_larger_than_a_call_may_be_are_cut(store: PlugStore) -> None:
     count = KEYED_BATCH_MAX + 3
     keys = [b"%d" % number for number in range(count)]
     # All but a few say something else: only the count matters here, not the bytes.
-    assert run_to_end(face.lookup(keys), store.clock) == [False] * count
+    assert store.run(face.lookup(keys)) == [False] * count
     some = keys[:5] + keys[-5:]
-    assert all(run_to_end(face.put([(key, key * 3) for key in some]), store.clock))
-    held = run_to_end(face.lookup(keys), store.clock)
+    assert all(store.run(face.put([(key, key * 3) for key in some])))
+    held = store.run(face.lookup(keys))
     assert [key for key, there in zip(keys, held, strict=True) if there] == some
-    assert run_to_end(face.prefix(keys, at_once=2), store.clock) == 5
-    assert run_to_end(face.prefix(keys[:4], at_once=3), store.clock) == 4
+    assert store.run(face.prefix(keys, at_once=2)) == 5
+    assert store.run(face.prefix(keys[:4], at_once=3)) == 4
     into = [bytearray(len(key) * 3) for key in keys]
-    assert run_to_end(face.get(keys, into), store.clock) == held
+    assert store.run(face.get(keys, into)) == held
     assert into[-1] == keys[-1] * 3
 
 
@@ -252,15 +252,15 @@ def test_a_batch_is_shared_out_among_threads_and_stays_in_order(threads: int) ->
     face = store.face("kind")
     for count in (0, 1, 2, 7, 40):
         keys = [b"%d" % number for number in range(count)]
-        assert run_to_end(face.put([(key, key) for key in keys]), store.clock) == [True] * count
+        assert store.run(face.put([(key, key) for key in keys])) == [True] * count
         wanted = [key for key in keys for _ in range(2)]
         wanted[::2] = [b"x" * len(key) for key in wanted[::2]]
         into = [bytearray(len(key)) for key in wanted]
-        assert run_to_end(face.get(wanted, into), store.clock) == [False, True] * count
+        assert store.run(face.get(wanted, into)) == [False, True] * count
         assert into[1::2] == keys
         face.delete(keys)
-        assert not any(run_to_end(face.lookup(keys), store.clock))
-        assert not any(run_to_end(face.get(keys, into[1::2]), store.clock))
+        assert not any(store.run(face.lookup(keys)))
+        assert not any(store.run(face.get(keys, into[1::2])))
     store.close()
 
 
@@ -276,17 +276,17 @@ def test_when_one_share_raises_the_others_end_before_it_is_raised() -> None:
         return [steps]
 
     with pytest.raises(LayoutError, match="it cannot be"):
-        run_to_end(side_by_side([share(3), share(1), share(5)]), SystemClock())
+        run_to_end(side_by_side([share(3), share(1), share(5)]), threading.Event())
     assert sorted(done) == [1, 3, 5]
 
 
 def test_kinds_of_payload_never_meet(store: PlugStore) -> None:
     one, other = store.face("page=64"), store.face("page=32")
     assert store.face("page=64") is one
-    assert run_to_end(one.put([(b"key", b"64")]), store.clock) == [True]
-    assert run_to_end(other.get([b"key"], [bytearray(2)]), store.clock) == [False]
+    assert store.run(one.put([(b"key", b"64")])) == [True]
+    assert store.run(other.get([b"key"], [bytearray(2)])) == [False]
     store.forget_all()
-    assert run_to_end(one.lookup([b"key"]), store.clock) == [False]
+    assert store.run(one.lookup([b"key"])) == [False]
 
 
 def test_what_nobody_can_say_by_the_deadline_is_not_held(store: PlugStore) -> None:
@@ -310,10 +310,10 @@ def test_what_nobody_can_say_by_the_deadline_is_not_held(store: PlugStore) -> No
 
 def test_after_cancel_everything_comes_to_nothing_soon(store: PlugStore) -> None:
     face = store.face("kind")
-    assert run_to_end(face.put([(b"key", b"data")]), store.clock) == [True]
+    assert store.run(face.put([(b"key", b"data")])) == [True]
     store.cancel()
-    assert run_to_end(face.get([b"key"], [bytearray(4)]), store.clock) == [False]
-    assert run_to_end(face.put([(b"other", b"data")]), store.clock) == [False]
+    assert store.run(face.get([b"key"], [bytearray(4)])) == [False]
+    assert store.run(face.put([(b"other", b"data")])) == [False]
 
 
 def test_memory_is_seen_where_it_lies() -> None:

@@ -20,7 +20,6 @@ from kvtier_adapters.lmcache.migration import ImportReport, import_folder
 from kvtier_adapters.lmcache.naming import L2_SCHEME, SEAL_BYTES, object_name, seal
 from kvtier_adapters.payloads.options import PlugOptions
 from kvtier_adapters.payloads.store import PlugStore
-from kvtier_adapters.payloads.work import run_to_end
 from tests.lib.keyed_setup import payload
 from tests.lib.plug_setup import PlugSetup, plug_setup
 
@@ -73,7 +72,7 @@ def loaded(setup: PlugSetup, *keys: FileKey) -> list[bool]:
     store = setup.store("lmcache")
     into = [(bytearray(NBYTES), bytearray(SEAL_BYTES)) for _ in keys]
     names = [object_name(key) for key in keys]
-    filled = run_to_end(store.face(L2_SCHEME).get(names, into), store.clock)
+    filled = store.run(store.face(L2_SCHEME).get(names, into))
     store.close()
     for key, (data, mark), there in zip(keys, into, filled, strict=True):
         if there:

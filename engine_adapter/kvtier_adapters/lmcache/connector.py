@@ -26,7 +26,7 @@ from kvtier_adapters.payloads.memory import memory_at
 from kvtier_adapters.payloads.options import plug_options
 from kvtier_adapters.payloads.runner import Job, Runner
 from kvtier_adapters.payloads.store import PlugStore
-from kvtier_adapters.payloads.work import Steps, run_to_end
+from kvtier_adapters.payloads.work import Steps
 
 OPTIONS = "kvtier"
 
@@ -65,6 +65,8 @@ class KVTierConnector(RemoteConnector):  # type: ignore[misc]
         self._stores = Runner(
             "kvtier-lmcache-store", self._complaints, active_max=STORES_ACTIVE_MAX
         )
+        for runner in (self._loads, self._stores):
+            self._store.listen(runner.wake)
         self._padding = memoryview(bytes(self.full_chunk_size_bytes))
 
     async def exists(self, key: Any) -> bool:
@@ -82,7 +84,7 @@ class KVTierConnector(RemoteConnector):  # type: ignore[misc]
     def batched_contains(self, keys: Listed) -> int:
         """Count the chunks before the first that is not held; waits for a tier, for a while."""
         names = _names(keys)
-        return run_to_end(self._face.prefix(names, at_once=len(names) or 1), self._store.clock)
+        return self._store.run(self._face.prefix(names, at_once=len(names) or 1))
 
     def support_batched_async_contains(self) -> bool:
         """Yes."""

@@ -80,6 +80,8 @@ class L2Desk:
         self._lock = threading.Lock()
         self._loads = Runner("kvtier-lmcache-load", complaints)
         self._stores = Runner("kvtier-lmcache-store", complaints, active_max=STORES_ACTIVE_MAX)
+        for runner in (self._loads, self._stores):
+            store.listen(runner.wake)
 
     def submit_store(self, objects: Sequence[Object]) -> int:
         """Begin to store; the result is the bytes that were stored, or -1 if not all were."""

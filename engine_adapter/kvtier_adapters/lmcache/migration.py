@@ -19,7 +19,6 @@ from kvtier_adapters.lmcache.limits import IMPORT_BATCH_BYTES, IMPORT_FILES_MAX,
 from kvtier_adapters.lmcache.naming import L2_SCHEME, layout_bytes, object_name, seal
 from kvtier_adapters.payloads.limits import PAUSE_S_MAX
 from kvtier_adapters.payloads.store import Face, PlugStore
-from kvtier_adapters.payloads.work import run_to_end
 
 
 @dataclass(slots=True)
@@ -77,7 +76,7 @@ def import_folder(
                 items.append((object_name(one.key), (buffer, mark)))
             else:
                 report.left_out[reason] += 1
-        kept = run_to_end(face.put(items), store.clock)
+        kept = store.run(face.put(items))
         _await_writes(store)
         names += (name for (name, _), there in zip(items, kept, strict=True) if there)
         report.left_out["no room"] += kept.count(False)
@@ -160,7 +159,7 @@ def _await(store: PlugStore, waits: Callable[[], bool], otherwise: str) -> None:
 
 
 def _held(face: Face, store: PlugStore, names: Sequence[bytes]) -> int:
-    return sum(run_to_end(face.lookup(names), store.clock))
+    return sum(store.run(face.lookup(names)))
 
 
 def _batches(files: Sequence[_File], count: int) -> Iterator[list[_File]]:

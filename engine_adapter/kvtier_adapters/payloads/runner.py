@@ -44,6 +44,7 @@ class Runner:
         self._waiting: deque[Job] = deque()
         self._active: list[Job] = []
         self._closed = False
+        self._woken = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -64,6 +65,13 @@ class Runner:
         if refused:
             self._complaints.tell("refused", "a job is refused: too many are under way")
             self._end_boundary(job, None)
+
+    def wake(self) -> None:
+        """Go on with the jobs now: one of them may have news."""
+        if self._active:
+            with self._changed:
+                self._woken = True
+                self._changed.notify_all()
 
     def drain(self, timeout_s: float) -> bool:
         """Block until every job that was taken on has ended; False: not in time."""
@@ -93,12 +101,17 @@ class Runner:
         """Wait for a job, or for a while if some are under way; False: closed, and none is left."""
         with self._changed:
             if self._active:
-                self._changed.wait(pause_s)
+                self._changed.wait_for(lambda: self._woken or self._may_take, pause_s)
             else:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
-            while self._waiting and len(self._active) < self._active_max:
+            self._woken = False
+            while self._may_take:
                 self._active.append(self._waiting.popleft())
             return bool(self._active)
+
+    @property
+    def _may_take(self) -> bool:
+        return bool(self._waiting) and len(self._active) < self._active_max
 
     def _step_boundary(self, job: Job) -> bool:
         """Go on with a job; True: it has ended. Whatever it raises, it ends."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from kvtier.cache.cache import Cache
 from kvtier.cache.keyed import KeyedCache, Source, Target
@@ -19,8 +20,11 @@ from kvtier_adapters.payloads.work import (
     lookup_steps,
     prefix_steps,
     put_steps,
+    run_to_end,
     side_by_side,
 )
+
+T = TypeVar("T")
 
 
 class PlugStore:
@@ -48,6 +52,7 @@ class PlugStore:
         weights_id = options.weights_id or "those of this process"
         self._namespace = Namespace(weights_id, opaque_layout(1), tenant_salt=options.tenant_salt)
         self._faces: dict[str, Face] = {}
+        self._listeners: tuple[Callable[[], None], ...] = ()
         self._lock = threading.Lock()
 
     def face(self, scheme: str) -> Face:
@@ -59,11 +64,31 @@ class PlugStore:
             if scheme not in self._faces:
                 text = f"{self._system}; {scheme}"
                 lanes = [
-                    KeyedCache(self.cache, self._namespace, text, clock=self.clock)
+                    KeyedCache(
+                        self.cache, self._namespace, text, clock=self.clock, stirred=self._stir
+                    )
                     for _ in range(self.options.copy_threads)
                 ]
                 self._faces[scheme] = Face(lanes, self.options, self.clock)
             return self._faces[scheme]
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Have ``listener`` called when steps may go on: they need not wait for their next turn.
+
+        From any thread; it neither blocks nor raises.
+        """
+        with self._lock:
+            self._listeners += (listener,)
+
+    def run(self, steps: Steps[T]) -> T:
+        """Drive steps in the calling thread, which has nothing else to do."""
+        news = threading.Event()
+        self.listen(news.set)
+        try:
+            return run_to_end(steps, news)
+        finally:
+            with self._lock:
+                self._listeners = tuple(each for each in self._listeners if each != news.set)
 
     def forget_all(self) -> None:
         """Invalidate everything that was ever kept for these weights and this tenant."""
@@ -85,6 +110,10 @@ class PlugStore:
         """Close the faces, then the cache."""
         self.cancel()
         self.cache.close()
+
+    def _stir(self) -> None:
+        for listener in self._listeners:
+            listener()
 
 
 class Face:

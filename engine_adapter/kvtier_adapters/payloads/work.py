@@ -6,11 +6,13 @@ It ends soon after its deadline, whatever the tiers do.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator, Iterator, Sequence
 from typing import TypeVar
 
 from kvtier.cache.keyed import KeyedCache, Source, Target
-from kvtier.cache.keyed_transfer import Outcome, Transfer
+from kvtier.cache.keyed_desk import Outcome
+from kvtier.cache.keyed_transfer import Transfer
 from kvtier.constants import KEYED_BATCH_MAX
 from kvtier.errors import KVTierError
 from kvtier.interfaces import Clock
@@ -101,16 +103,17 @@ def side_by_side(many: Sequence[Steps[list[T]]]) -> Steps[list[T]]:
     return [value for result in results for value in result]
 
 
-def run_to_end(steps: Steps[T], clock: Clock) -> T:
-    """Drive steps in the calling thread, which has nothing else to do."""
+def run_to_end(steps: Steps[T], news: threading.Event) -> T:
+    """Drive steps in the calling thread: at once when ``news`` is set, and now and then."""
     pause_s = PAUSE_S_MIN
     while True:
+        news.clear()
         try:
             next(steps)
         except StopIteration as end:
             value: T = end.value
             return value
-        clock.sleep(pause_s)
+        news.wait(pause_s)
         pause_s = min(2 * pause_s, PAUSE_S_MAX)
 
 

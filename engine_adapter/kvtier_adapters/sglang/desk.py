@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from kvtier.errors import LayoutError
 from kvtier_adapters.payloads.complaints import Complaints
 from kvtier_adapters.payloads.store import Face, PlugStore
-from kvtier_adapters.payloads.work import Steps, run_to_end
+from kvtier_adapters.payloads.work import Steps
 from kvtier_adapters.sglang.hits import PoolFound, restorable
 from kvtier_adapters.sglang.identity import page_scheme
 from kvtier_adapters.sglang.limits import FIGURES_MAX, LOOKUP_PAGES_MAX
@@ -97,7 +97,7 @@ class PageDesk:
 
         def work() -> int:
             steps = self._kv_face.prefix(_names(keys), at_once=LOOKUP_PAGES_MAX)
-            return run_to_end(steps, self._store.clock)
+            return self._store.run(steps)
 
         return self._do_boundary("lookup", work, 0)
 
@@ -114,7 +114,7 @@ class PageDesk:
                 known = self._pools.get(name)
                 held = [False] * kv_pages
                 if known is not None:
-                    held = run_to_end(known.face.lookup(names), self._store.clock)
+                    held = self._store.run(known.face.lookup(names))
                 pools[name] = PoolFound(policy, held, trailing)
             lengths, reach = restorable(kv_pages, pools)
             return lengths, {KV: kv_pages, **reach}
@@ -128,7 +128,7 @@ class PageDesk:
         def work() -> list[bool]:
             views = [tensor_bytes(value) for value in values]
             items = list(zip(_names(keys), views, strict=True))
-            return run_to_end(self._kv_face.put(items), self._store.clock)
+            return self._store.run(self._kv_face.put(items))
 
         return self._do_boundary("put", work, [False] * len(keys))
 
@@ -138,7 +138,7 @@ class PageDesk:
         def work() -> list[bool]:
             views = [tensor_bytes(target) for target in targets]
             steps = self._kv_face.get(_names(keys), views)
-            return run_to_end(steps, self._store.clock)
+            return self._store.run(steps)
 
         return self._do_boundary("get", work, [False] * len(keys))
 
@@ -170,7 +170,7 @@ class PageDesk:
         """Drive steps to their end; note how fast they moved pages of a pool."""
         clock = self._store.clock
         start_s = clock.now()
-        done = run_to_end(steps, clock)
+        done = self._store.run(steps)
         seconds = max(clock.now() - start_s, 1e-9)
         moved_bytes = done.count(True) * pool.page_bytes
         self._moved[kind].append(Moved(len(done), moved_bytes / seconds / 1e9))

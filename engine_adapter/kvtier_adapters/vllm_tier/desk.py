@@ -47,6 +47,8 @@ class TierDesk:
         self._lock = threading.Lock()
         self._loads = Runner("kvtier-vllm-load", complaints)
         self._stores = Runner("kvtier-vllm-store", complaints, active_max=STORES_ACTIVE_MAX)
+        for runner in (self._loads, self._stores):
+            store.listen(runner.wake)
 
     def held(self, key: bytes) -> bool | None:
         """Tell whether a chunk is held; None: not known yet, ask again. In microseconds."""
