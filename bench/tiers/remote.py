@@ -74,16 +74,21 @@ class Store:
         if hasattr(way, "close"):
             self._stack.callback(way.close)
 
-    def add_ours(self, url: str) -> None:
+    def add_ours(self, url: str, name: str = OURS) -> None:
         loop = asyncio.new_event_loop()
         self._stack.callback(loop.close)
-        self.add(OURS, ByConnector(loop, connect(url)))
+        self.add(name, ByConnector(loop, connect(url)))
 
     def add_lmcache(self, section: str, where: str, model: tuple[int, int, int]) -> None:
         job = Job(section, *model, tokens=256, chunks=SHARDS, folder=where)
         log = Path(tempfile.gettempdir()) / "kvtier-bench-lmcache.log"
-        peer = Peer(peer_python("lmcache"), "lmcache_paths.py", job, log)
-        self.peers[f"lmcache_{section}"] = peer
+        self.add_peer(
+            f"lmcache_{section}", Peer(peer_python("lmcache"), "lmcache_paths.py", job, log)
+        )
+
+    def add_peer(self, name: str, peer: Peer) -> None:
+        """Take a peer's program; it is closed in the end."""
+        self.peers[name] = peer
         self._stack.callback(peer.close)
 
 

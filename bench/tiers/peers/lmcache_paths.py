@@ -1,4 +1,4 @@
-"""LMCache 0.5.6 on a CPU: its local CPU back end, local disk, L2 adapters and fp8, in lockstep.
+"""LMCache 0.5.6 on a CPU: local CPU and disk, remotes, L2 adapters and fp8, in lockstep.
 
 Runs in LMCache's environment. A store into DRAM takes a buffer of LMCache's and copies a chunk
 that lies in one piece, where KVTier gathers blocks. A store on disk is timed from the buffer on. A
@@ -50,11 +50,12 @@ class Chunks:
 
 
 def back_end(job: Job):  # noqa: ANN201
-    """The local CPU back end, or the local disk behind one."""
+    """The local CPU back end, or behind one the local disk, or a remote at the folder's URL."""
     from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
     from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
+    from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 
-    on_disk = job.section == "local_disk"
+    on_disk, remote = job.section == "local_disk", job.section == "remote"
     metadata = LMCacheMetadata(
         model_name="bench",
         world_size=1,
@@ -65,15 +66,23 @@ def back_end(job: Job):  # noqa: ANN201
         kv_shape=(job.layers, 2, job.tokens, job.heads, job.dim),
         chunk_size=job.tokens,
     )
-    disk = {"local_disk": job.folder, "max_local_disk_size": 20} if on_disk else {}
+    behind = {"local_disk": job.folder, "max_local_disk_size": 20} if on_disk else {}
+    if remote:
+        behind = {
+            "remote_url": job.folder,
+            "remote_serde": "naive",
+            "blocking_timeout_secs": LIMIT_S,
+        }
     config = LMCacheEngineConfig.from_defaults(
-        max_local_cpu_size=1.0, chunk_size=job.tokens, local_cpu=not on_disk, **disk
+        max_local_cpu_size=1.0, chunk_size=job.tokens, local_cpu=not behind, **behind
     )
     cpu = LocalCPUBackend(config, metadata, "cpu")
-    if not on_disk:
+    if not behind:
         return cpu, cpu
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
+    if remote:
+        return cpu, RemoteBackend(config, metadata, loop, cpu, "cpu")
     return cpu, LocalDiskBackend(config, loop, cpu, "cpu", None, metadata)
 
 
@@ -100,10 +109,13 @@ def local(job: Job):  # noqa: ANN201
         back.batched_submit_put_task(keys, objects, on_complete_callback=complete)
         if not done.wait(LIMIT_S):
             raise SystemExit("a put did not end")
+        if job.section == "remote":
+            back.contains(keys[-1])  # lm:// does not say that it has taken a put.
         stored = time.perf_counter() - start
         for buffer in objects:
             buffer.ref_count_down()
-        drop_page_cache(job.folder)
+        if job.section == "local_disk":
+            drop_page_cache(job.folder)
         start = time.perf_counter()
         got = back.batched_get_blocking(keys)
         for target, source in zip(chunks.targets, got, strict=True):
