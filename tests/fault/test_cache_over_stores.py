@@ -26,6 +26,8 @@ from kvtier.testing.connector_contract import put
 from kvtier.testing.engine_double import EngineDouble, wait_until
 from kvtier.types import MissReason, Tier, WriteItem
 from kvtier_connectors.decorators import Decorator
+from kvtier_connectors.decorators.encrypted import KEY_BYTES, Encrypted
+from kvtier_connectors.memory import MemoryConnector
 from tests.lib.cache_setup import CHUNK, tier_stats
 from tests.lib.real_stores import STORES, Store, real_store
 from tests.lib.remote_lab import RemoteLab, chunk_of, remote_lab, tokens_of, uploaded
@@ -186,11 +188,11 @@ def written(url: str, objects: dict[bytes, bytes]) -> None:
 
 
 def in_store(
-    lab: RemoteLab, url: str, tokens: range
+    lab: RemoteLab, open_store: Callable[[], Connector], tokens: range
 ) -> tuple[EngineDouble, list[dict[bytes, bytes]]]:
     """Store a sequence and restart: it lies in the store alone. Return its chunks' objects, too."""
     objects: dict[bytes, bytes] = {}
-    lab.wrap = lambda _: Seen(connect(url), objects)
+    lab.wrap = lambda _: Seen(open_store(), objects)
     engine = lab.open()
     engine.store(engine.sequence(tokens))
     uploaded(engine)
@@ -222,10 +224,15 @@ def missed(engine: EngineDouble, tokens: range, chunk: int) -> None:
     assert tier_stats(engine.cache, Tier.REMOTE).state == "ok"
 
 
-def encrypted(url: str, key_file: Path, digit: str) -> str:
-    """The URL of a store whose objects are encrypted with a key that is all one digit."""
-    key_file.write_text(digit * 64)
-    return f"encrypted+{url}&encryption_key_file={key_file}"
+class OneKey:
+    """One encryption key, all of whose bytes are alike."""
+
+    def __init__(self, value: int) -> None:
+        self._key = bytes([value]) * KEY_BYTES
+
+    def key(self, tenant: str) -> bytes:
+        del tenant
+        return self._key
 
 
 SPOILED = 2
@@ -244,7 +251,7 @@ def test_b78_what_others_do_to_an_object_is_a_miss_and_is_written_anew(
     lab: RemoteLab, store: Store, change: str
 ) -> None:
     tokens = tokens_of(4, start=100_000 + 1000 * list(CHANGES).index(change))
-    engine, chunks = in_store(lab, store.url, tokens)
+    engine, chunks = in_store(lab, lambda: connect(store.url), tokens)
     own, other = chunks[SPOILED], chunks[SPOILED + 1]
     pairs = zip(own, other, strict=True)
     written(store.url, {a: CHANGES[change](own[a], other[b]) for a, b in pairs})
@@ -266,12 +273,49 @@ def forged(shard: bytes) -> bytes:
 
 @pytest.mark.parametrize("forger", ["without a key", "with a key of its own"])
 def test_b102_a_forged_object_is_a_miss_where_objects_are_encrypted(
-    lab: RemoteLab, store: Store, tmp_path: Path, forger: str
+    lab: RemoteLab, store: Store, forger: str
 ) -> None:
-    """Whoever can write to the store knows the names and the format; checksums stop nobody."""
+    """Whoever can write to the store sees its names, and knows the format."""
     tokens = tokens_of(4, start=200_000 + 1000 * len(forger))
-    engine, chunks = in_store(lab, encrypted(store.url, tmp_path / "key", "5"), tokens)
-    forgers = encrypted(store.url, tmp_path / "other", "6") if "own" in forger else store.url
-    written(forgers, {name: forged(shard) for name, shard in chunks[SPOILED].items()})
+    stored: dict[bytes, bytes] = {}
+
+    def open_store() -> Connector:
+        return Encrypted(Seen(connect(store.url), stored), OneKey(5), "")
+
+    engine, chunks = in_store(lab, open_store, tokens)
+    names = {name: own for name in chunks[SPOILED] for own in stored if own.endswith(name)}
+    false = {name: forged(shard) for name, shard in chunks[SPOILED].items()}
+    if "own" in forger:
+        false = encrypted_by(OneKey(6), false)
+    written(store.url, {own: false[name] for name, own in names.items()})
     missed(engine, tokens, SPOILED)
     comes_back(lab, engine, tokens)
+
+
+def encrypted_by(keys: OneKey, objects: dict[bytes, bytes]) -> dict[bytes, bytes]:
+    """Return objects as they are stored with another key, by their own names."""
+    stored: dict[bytes, bytes] = {}
+    asyncio.run(put(Encrypted(Seen(MemoryConnector(), stored), keys, ""), objects))
+    return {name: stored[own] for name in objects for own in stored if own.endswith(name)}
+
+
+def test_those_with_different_keys_leave_each_others_objects_alone(
+    lab: RemoteLab, store: Store
+) -> None:
+    """Or each would find the other's useless and write its own over them, for ever."""
+    tokens = tokens_of(4, start=250_000)
+    stored: dict[bytes, bytes] = {}
+
+    def with_key(value: int) -> Callable[[], Connector]:
+        return lambda: Encrypted(Seen(connect(store.url), stored), OneKey(value), "")
+
+    for value in (7, 8):
+        lab.close(in_store(lab, with_key(value), tokens)[0])
+    before = dict(stored)
+    for value in (7, 8, 7, 8):
+        lab.wrap = lambda _, value=value: with_key(value)()  # type: ignore[misc]
+        engine = lab.open()
+        match = engine.match(engine.sequence(tokens))
+        assert engine.load(match).outcome.end_token == len(tokens)
+        lab.close(engine)
+    assert stored == before, "something was written over"

@@ -44,11 +44,22 @@ def encrypted(store: MemoryConnector, keys: TenantKeys, opened: Opened) -> Encry
     return opened(Encrypted(store, keys, "a"))
 
 
+async def name_of(store: MemoryConnector, key: bytes) -> KeyInfo:
+    """Return under which name an object lies, when it lies there for one encryption key alone."""
+    (info,) = [info async for info in store.list(b"") if info.key.endswith(key)]
+    return info
+
+
 async def stored_bytes(store: MemoryConnector, key: bytes) -> bytearray:
-    (nbytes,) = [info.nbytes async for info in store.list(key) if info.key == key]
-    (data,) = await get_whole(store, {key: nbytes})
+    info = await name_of(store, key)
+    (data,) = await get_whole(store, {info.key: info.nbytes})
     assert data is not None
     return bytearray(data)
+
+
+async def put_there(store: MemoryConnector, key: bytes, data: bytes | bytearray) -> None:
+    """Put other bytes in the place of an object."""
+    await put(store, {(await name_of(store, key)).key: bytes(data)})
 
 
 async def outcome_of(encrypted: Encrypted, key: bytes, nbytes: int) -> object:
@@ -107,7 +118,7 @@ async def test_b78_a_flipped_bit_anywhere_is_an_error(
     await put(encrypted, {b"key": DATA})
     stored = await stored_bytes(store, b"key")
     stored[position] ^= 1
-    await put(store, {b"key": bytes(stored)})
+    await put_there(store, b"key", stored)
     outcome = await outcome_of(encrypted, b"key", LARGE)
     if 5 <= position < 8:
         assert outcome == LARGE, "three bytes of the header mean nothing"
@@ -134,9 +145,9 @@ async def test_b78_swapped_cut_and_mixed_objects_are_errors(
         "plain": bytearray(DATA),
     }
     for name, data in spoilt.items():
-        await put(store, {b"k1": bytes(data)})
+        await put_there(store, b"k1", data)
         assert isinstance(await outcome_of(encrypted, b"k1", LARGE), ConnectorDataError), name
-    await put(store, {b"k1": bytes(first)})
+    await put_there(store, b"k1", first)
     assert await outcome_of(encrypted, b"k1", LARGE) == LARGE
 
 
@@ -148,7 +159,7 @@ async def test_what_is_spoilt_is_not_read_again_and_again(
     await put(encrypted, {b"key": DATA})
     stored = await stored_bytes(store, b"key")
     stored[-1] ^= 1
-    await put(store, {b"key": bytes(stored)})
+    await put_there(store, b"key", stored)
     assert isinstance(await outcome_of(encrypted, b"key", LARGE), ConnectorDataError)
     assert timed.reads.nbytes < 2 * len(stored)
 
@@ -157,10 +168,50 @@ async def test_another_tenants_object_is_an_error(
     store: MemoryConnector, keys: TenantKeys, encrypted: Encrypted, opened: Opened
 ) -> None:
     await put(encrypted, {b"key": DATA})
-    other = opened(Encrypted(store, keys, "b"))
-    assert isinstance(await outcome_of(other, b"key", LARGE), ConnectorDataError)
+    elsewhere = MemoryConnector()
+    other = opened(Encrypted(elsewhere, keys, "b"))
     await put(other, {b"key": DATA})
+    await put_there(store, b"key", await stored_bytes(elsewhere, b"key"))
     assert isinstance(await outcome_of(encrypted, b"key", LARGE), ConnectorDataError)
+
+
+async def test_those_with_different_keys_never_meet_in_one_store(
+    store: MemoryConnector, keys: TenantKeys, encrypted: Encrypted, opened: Opened
+) -> None:
+    other = opened(Encrypted(store, keys, "b"))
+    await put(encrypted, {b"key": DATA})
+    assert await other.contains([b"key"]) == [False]
+    assert await outcome_of(other, b"key", LARGE) is None
+    await other.delete([b"key"])
+    await put(other, {b"key": DATA[:500]})
+    assert await get_whole(encrypted, {b"key": LARGE}) == [DATA]
+    assert await get_whole(other, {b"key": 500}) == [DATA[:500]]
+    for mine, nbytes in ((encrypted, LARGE), (other, 500)):
+        assert isinstance(mine, Listable)
+        assert [info async for info in mine.list(b"k")] == [KeyInfo(b"key", nbytes)]
+    names = [info.key async for info in store.list(b"")]
+    assert not any(key[:8] in name for name in names for key in keys.held.values())
+
+
+async def test_a_lost_key_can_still_delete_what_it_wrote(
+    store: MemoryConnector, keys: TenantKeys, encrypted: Encrypted
+) -> None:
+    await put(encrypted, {b"key": DATA})
+    keys.held.clear()
+    await encrypted.delete([b"key"])
+    assert [info async for info in store.list(b"")] == []
+
+
+async def test_without_any_key_nothing_is_listed_or_deleted(
+    store: MemoryConnector, keys: TenantKeys, opened: Opened
+) -> None:
+    await put(store, {b"key": DATA})
+    keys.held.clear()
+    encrypted = opened(Encrypted(store, keys, "a"))
+    await encrypted.delete([b"key"])
+    assert isinstance(encrypted, Listable)
+    assert [info async for info in encrypted.list(b"")] == []
+    assert await store.contains([b"key"]) == [True]
 
 
 async def test_a_tenants_kv_is_gone_with_its_key(keys: TenantKeys, encrypted: Encrypted) -> None:

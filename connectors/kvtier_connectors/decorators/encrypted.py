@@ -2,17 +2,22 @@
 
 ::
 
+    name      8 bytes that the encryption key decides · the object's key
     header    magic "KVTE" · version 1 · 3 zero bytes · object id 16 · nbytes u64      (32 bytes)
     segment   nonce 12 · ciphertext of at most 256 KiB · tag 16                        (one or more)
 
 AES-256-GCM (NIST SP 800-38D). Each segment is bound to the object's key, id and size and to its own
 number by the associated data, so a segment of another object, another write or another place is
 refused, as is an object that was cut. Segments let a range be read without the rest.
+
+Those who have different keys and one store never meet in it: one would only find that the other's
+objects are not its own, write its own over them, and be written over in its turn.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import secrets
 import struct
 from collections.abc import AsyncIterator, Sequence
@@ -42,6 +47,8 @@ from kvtier_connectors.threads import Halt, Threads
 SEGMENT_BYTES: Final = 256 * KIB
 KEY_BYTES: Final = 32
 OBJECT_BYTES_MAX: Final = 1 << 40
+#: What the name of an object begins with: two keys have the same by a chance of 2**-64.
+NAME_BYTES: Final = 8
 NONCE_BYTES: Final = 12
 TAG_BYTES: Final = 16
 #: A reader whose object is replaced between its header and its segments tries so often.
@@ -56,6 +63,8 @@ _HEADER: Final = struct.Struct(">4sB3x16sQ")
 _MAGIC: Final = b"KVTE"
 _VERSION: Final = 1
 _EXTRA_BYTES: Final = NONCE_BYTES + TAG_BYTES
+# A pseudo-random function of the key (RFC 2104) under a label of its own tells nothing of it.
+_NAME_LABEL: Final = b"kvtier names of encrypted objects 1"
 
 
 class Keys(Protocol):
@@ -96,13 +105,20 @@ class _Header(NamedTuple):
     nbytes: int
 
 
+class _Secret(NamedTuple):
+    """What a key does: it encrypts, and decides what names begin with."""
+
+    cipher: AESGCM
+    prefix: bytes
+
+
 class Encrypted(Decorator):
     """Encrypts what is written and authenticates what is read, with the key of one tenant.
 
-    Other bytes, another tenant's bytes and a wrong key are ``ConnectorDataError``. Without a key
-    everything is a miss and writes are refused: who deletes a tenant's key has deleted its KV. The
-    store still sees sizes, the keys of objects and who asks for what, and it can forget an object
-    or give an older one of the same key.
+    Other bytes are ``ConnectorDataError``; what was written with another key is a miss. Without a
+    key all is a miss and writes are refused: who deletes a tenant's key has deleted its KV. The
+    store still sees sizes, the keys of objects, which of them one key is for and who asks for what,
+    and it can forget an object or give an older one of the same key. Keys get 8 bytes longer.
 
     A nonce is 96 random bits; NIST allows 2**32 of them per key, which is 1 PiB written. A read
     takes two turns, for the header and for the segments. Needs ``cryptography``.
@@ -115,6 +131,7 @@ class Encrypted(Decorator):
         super().__init__(inner)
         self._keys = keys
         self._tenant = tenant
+        self._prefix: bytes | None = None
         self._threads = Threads(threads, "kvtier-encrypt")
         if isinstance(inner, Listable):
             vars(self)["list"] = self._list
@@ -131,57 +148,71 @@ class Encrypted(Decorator):
 
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Ask, if there is a key that could read it."""
-        return [False for _ in keys] if self._cipher() is None else await super().contains(keys)
+        secret = self._secret()
+        if secret is None:
+            return [False for _ in keys]
+        return await super().contains([secret.prefix + key for key in keys])
 
     async def read(
         self, requests: Sequence[ReadRequest], into: Sequence[memoryview]
     ) -> list[ReadOutcome]:
         """Read the segments of each range, and decrypt them into the buffers."""
         outcomes: list[ReadOutcome] = [None for _ in requests]
-        cipher = self._cipher()
-        if cipher is None:
+        secret = self._secret()
+        if secret is None:
             return outcomes
         seen: dict[int, _Header] = {}
         todo = list(range(len(requests)))
         for _ in range(TRIES_MAX):
-            headers = await self._read_headers(todo, requests, outcomes)
+            headers = await self._read_headers(secret, todo, requests, outcomes)
             # A header that is still the same will not fit its segments the next time either.
             headers = {n: each for n, each in headers.items() if seen.get(n) != each}
             seen = headers
-            todo = await self._read_segments(cipher, headers, requests, into, outcomes)
+            todo = await self._read_segments(secret, headers, requests, into, outcomes)
             if not todo:
                 break
         return outcomes
 
     async def write(self, items: Sequence[WriteItem]) -> list[ConnectorError | None]:
         """Encrypt each object into a buffer of ours, and write that."""
-        cipher = self._cipher()
-        if cipher is None:
+        secret = self._secret()
+        if secret is None:
             return [ConnectorRefusedError("the tenant has no key") for _ in items]
         if refusal := self._threads.refusal(1):
             return [refusal for _ in items]
         loop = asyncio.get_running_loop()
-        share = loop.run_in_executor(self._threads.executor, _encrypt_all, cipher, items)
+        share = loop.run_in_executor(self._threads.executor, _encrypt_all, secret, items)
         (sealed,) = await self._threads.gather([share], Halt())
         return await super().write(sealed)
+
+    async def delete(self, keys: Sequence[bytes]) -> None:
+        """Delete what was written with the key, or with the last one if it was taken away."""
+        self._secret()
+        if self._prefix is not None:
+            await super().delete([self._prefix + key for key in keys])
 
     async def close(self) -> None:
         """End the threads and close the inner connector."""
         self._threads.close()
         await super().close()
 
-    def _cipher(self) -> AESGCM | None:
+    def _secret(self) -> _Secret | None:
         key = self._keys.key(self._tenant)
         if key is None:
             return None
         if len(key) != KEY_BYTES:
             raise ConfigError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
-        return AESGCM(key)
+        self._prefix = hmac.digest(key, _NAME_LABEL, "sha256")[:NAME_BYTES]
+        return _Secret(AESGCM(key), self._prefix)
 
     async def _read_headers(
-        self, todo: Sequence[int], requests: Sequence[ReadRequest], outcomes: list[ReadOutcome]
+        self,
+        secret: _Secret,
+        todo: Sequence[int],
+        requests: Sequence[ReadRequest],
+        outcomes: list[ReadOutcome],
     ) -> dict[int, _Header]:
-        asked = [ReadRequest(requests[n].key, 0, _HEADER.size) for n in todo]
+        asked = [ReadRequest(secret.prefix + requests[n].key, 0, _HEADER.size) for n in todo]
         buffers = [memoryview(bytearray(_HEADER.size)) for _ in todo]
         headers: dict[int, _Header] = {}
         answers = await super().read(asked, buffers)
@@ -196,7 +227,7 @@ class Encrypted(Decorator):
 
     async def _read_segments(
         self,
-        cipher: AESGCM,
+        secret: _Secret,
         headers: dict[int, _Header],
         requests: Sequence[ReadRequest],
         into: Sequence[memoryview],
@@ -208,13 +239,16 @@ class Encrypted(Decorator):
             outcomes[n] = 0
             del found[n]
         jobs = list(found.values())
-        answers = await super().read([job.stored for job in jobs], [job.sealed for job in jobs])
+        stored = [job.stored(secret.prefix) for job in jobs]
+        answers = await super().read(stored, [job.sealed for job in jobs])
         if refusal := self._threads.refusal(1):
             for n in found:
                 outcomes[n] = refusal
             return []
         loop, halt = asyncio.get_running_loop(), Halt()
-        share = loop.run_in_executor(self._threads.executor, _open_all, cipher, jobs, answers, halt)
+        share = loop.run_in_executor(
+            self._threads.executor, _open_all, secret.cipher, jobs, answers, halt
+        )
         (opened,) = await self._threads.gather([share], halt)
         again = []
         for n, outcome in zip(found, opened, strict=True):
@@ -226,11 +260,14 @@ class Encrypted(Decorator):
     async def _list(self, prefix: bytes) -> AsyncIterator[KeyInfo]:
         inner = self._inner
         assert isinstance(inner, Listable), "checked when it was made"
-        async for info in inner.list(prefix):
+        self._secret()
+        if self._prefix is None:
+            return
+        async for info in inner.list(self._prefix + prefix):
             records = max(1, -(-(info.nbytes - _HEADER.size) // (SEGMENT_BYTES + _EXTRA_BYTES)))
             nbytes = info.nbytes - _HEADER.size - records * _EXTRA_BYTES
             if nbytes >= 0:
-                yield KeyInfo(info.key, nbytes)
+                yield KeyInfo(info.key[NAME_BYTES:], nbytes)
 
 
 class _Opening:
@@ -244,11 +281,12 @@ class _Opening:
         self.first = request.offset // SEGMENT_BYTES
         last = (request.offset + len(self.into) - 1) // SEGMENT_BYTES
         self.spans = [_span(header.nbytes, number) for number in range(self.first, last + 1)]
+        self.sealed = memoryview(bytearray(sum(self.spans) + _EXTRA_BYTES * len(self.spans)))
+
+    def stored(self, prefix: bytes) -> ReadRequest:
+        """Return where the segments lie."""
         start = _HEADER.size + self.first * (SEGMENT_BYTES + _EXTRA_BYTES)
-        self.stored = ReadRequest(
-            request.key, start, sum(self.spans) + _EXTRA_BYTES * len(self.spans)
-        )
-        self.sealed = memoryview(bytearray(self.stored.nbytes))
+        return ReadRequest(prefix + self.key, start, len(self.sealed))
 
     def open(self, cipher: AESGCM) -> int:
         """Decrypt into the caller's buffer. Raises ``InvalidTag``."""
@@ -279,7 +317,7 @@ def _open_all(
             outcomes.append(ConnectorUnavailableError("the call was given up"))
         elif answer is None or isinstance(answer, ConnectorError):
             outcomes.append(answer)
-        elif answer != job.stored.nbytes:
+        elif answer != len(job.sealed):
             outcomes.append(ConnectorDataError("an encrypted object that ends too early"))
         else:
             try:
@@ -290,9 +328,9 @@ def _open_all(
     return outcomes
 
 
-def _encrypt_all(cipher: AESGCM, items: Sequence[WriteItem]) -> list[WriteItem]:
+def _encrypt_all(secret: _Secret, items: Sequence[WriteItem]) -> list[WriteItem]:
     """In a thread: return the objects as they are stored."""
-    return [WriteItem(item.key, _encrypted(cipher, item)) for item in items]
+    return [WriteItem(secret.prefix + each.key, _encrypted(secret.cipher, each)) for each in items]
 
 
 def _encrypted(cipher: AESGCM, item: WriteItem) -> memoryview:
