@@ -205,7 +205,10 @@ def store_moves(
     blocks: Blocks,
     slots: Callable[[ShardId], Slot],
 ) -> list[Move]:
-    """Order one whole chunk out of the pools, each shard by the worker that writes it."""
+    """Order one whole chunk out of the pools, each shard by the worker that writes it.
+
+    Shards without a writer among ``writers`` are left out.
+    """
     return [
         _move(
             layout,
@@ -219,7 +222,13 @@ def store_moves(
             range(shape.layouts[shard].sections),
         )
         for shard in shape.layouts
+        if shard in writers
     ]
+
+
+def shards_read(layout: KVLayout, worker: Placement) -> list[ShardId]:
+    """Return the shards of which a worker's pool has heads."""
+    return [shard for shard, _ in _readers_shards(layout, worker)]
 
 
 def _move(

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
-from kvtier.cache.planner import ChunkShape, chunk_shape, load_moves, shard_writers, store_moves
+from kvtier.cache.planner import (
+    ChunkShape,
+    chunk_shape,
+    load_moves,
+    shard_writers,
+    shards_read,
+    store_moves,
+)
 from kvtier.cache.worker import CacheWorker
 from kvtier.clock import SystemClock
 from kvtier.codecs.known import KnownCodecs
 from kvtier.constants import WARM_UP_S_MAX
+from kvtier.errors import LayoutError
 from kvtier.types import Blocks, Direction, KVLayout, Placement, Plan, ShardId, Slot
 
 _POLL_S = 0.001
+#: A sequence's first chunk, whose first rows may be kept in another way, and one of the others.
+_CHUNKS = (0, 1)
+_ALONE = Placement()
 
 
 def warm_up(
@@ -24,37 +35,76 @@ def warm_up(
     *,
     block_tokens: int,
     arena_bytes: int,
+    placement: Placement = _ALONE,
+    workers: Sequence[Placement] = (_ALONE,),
 ) -> None:
     """Pack the pool's first blocks into the arena's start and unpack them again, with each codec.
 
     As a sequence's first chunk and as a later one: see ``KnownCodecs.foreseen`` for ``names``.
+    ``worker`` has this placement among ``workers``, which hold the layout together, and moves its
+    own part.
 
-    For a worker that is the only one, before anything is stored, computed or learned: what lies
-    there is lost. Blocks for seconds where kernels have to be compiled, at most
+    For a worker that has the arena for itself, before anything is stored, computed or learned: what
+    lies there is lost. Blocks for seconds where kernels have to be compiled, at most
     ``WARM_UP_S_MAX``; a codec that cannot be warmed up shows that again when it is used.
     """
     for name in names:
-        for chunk in (0, 1):  # The first one's first rows may be kept in another way.
+        for chunk in _CHUNKS:
             shape = chunk_shape(layout, codecs.get(name), chunk=chunk)
-            if shape.chunk_bytes <= arena_bytes:
-                for plan in _plans(layout, shape, chunk, block_tokens):
-                    _run(worker, plan)
+            slots = _slots(layout, shape, placement)
+            if sum(slot.nbytes for slot in slots.values()) > arena_bytes:
+                continue
+            ids = tuple(range(layout.chunk_tokens // block_tokens))
+            blocks = Blocks(chunk * layout.chunk_tokens, (ids,) * len(layout.groups), block_tokens)
+            own = _writes(layout, shape, workers, placement)
+            for plan in _plans(layout, shape, chunk, blocks, placement, own, slots):
+                _run(worker, plan)
 
 
-def _plans(layout: KVLayout, shape: ChunkShape, chunk: int, block_tokens: int) -> Iterator[Plan]:
-    """One that stores and one that loads the pool's first blocks as this chunk."""
-    ids = tuple(range(layout.chunk_tokens // block_tokens))
-    blocks = Blocks(chunk * layout.chunk_tokens, (ids,) * len(layout.groups), block_tokens)
-    place = Placement()
-    offsets = accumulate(shape.sizes.values(), initial=0)
-    slots: dict[ShardId, Slot] = {
+def warm_up_bytes(
+    codecs: KnownCodecs, names: Sequence[str], layout: KVLayout, placement: Placement
+) -> int:
+    """Return the size of an arena in which all of these codecs can be warmed up."""
+    shapes = (chunk_shape(layout, codecs.get(name), chunk=n) for name in names for n in _CHUNKS)
+    slots = (_slots(layout, shape, placement) for shape in shapes)
+    return max((sum(slot.nbytes for slot in each.values()) for each in slots), default=0)
+
+
+def _slots(layout: KVLayout, shape: ChunkShape, placement: Placement) -> dict[ShardId, Slot]:
+    """Places for the shards that a worker has heads of, one behind the other."""
+    sizes = {shard: shape.sizes[shard] for shard in shards_read(layout, placement)}
+    offsets = accumulate(sizes.values(), initial=0)
+    return {
         shard: Slot(offset, nbytes)
-        for offset, (shard, nbytes) in zip(offsets, shape.sizes.items(), strict=False)
+        for offset, (shard, nbytes) in zip(offsets, sizes.items(), strict=False)
     }
+
+
+def _writes(
+    layout: KVLayout, shape: ChunkShape, workers: Sequence[Placement], placement: Placement
+) -> dict[ShardId, Placement]:
+    """The shards that a worker stores: none if it is a replica, or all hold parts of them alone."""
+    try:
+        writers = shard_writers(layout, shape, workers)
+    except LayoutError:
+        return {}
+    return {shard: writer for shard, writer in writers.items() if writer == placement}
+
+
+def _plans(
+    layout: KVLayout,
+    shape: ChunkShape,
+    chunk: int,
+    blocks: Blocks,
+    placement: Placement,
+    own: Mapping[ShardId, Placement],
+    slots: Mapping[ShardId, Slot],
+) -> Iterator[Plan]:
+    """One that stores and one that loads the pool's first blocks as this chunk."""
     stores = store_moves(
         layout,
         shape,
-        shard_writers(layout, shape, [place]),
+        own,
         chunk=chunk,
         blocks=blocks,
         slots=slots.__getitem__,
@@ -62,7 +112,7 @@ def _plans(layout: KVLayout, shape: ChunkShape, chunk: int, block_tokens: int) -
     loads = load_moves(
         layout,
         shape,
-        [place],
+        [placement],
         chunk=chunk,
         groups=frozenset(range(len(layout.groups))),
         blocks=blocks,
@@ -72,7 +122,8 @@ def _plans(layout: KVLayout, shape: ChunkShape, chunk: int, block_tokens: int) -
     for number, (direction, moves) in enumerate(
         ((Direction.STORE, stores), (Direction.LOAD, loads))
     ):
-        yield Plan(-1 - number, direction, math.inf, tuple(moves))
+        if moves:
+            yield Plan(-1 - number, direction, math.inf, tuple(moves))
 
 
 def _run(worker: CacheWorker, plan: Plan) -> None:

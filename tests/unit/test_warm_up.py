@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvtier.cache.cache import Cache
-from kvtier.cache.warm_up import warm_up
+from kvtier.cache.warm_up import warm_up, warm_up_bytes
 from kvtier.cache.worker import CacheWorker
 from kvtier.codecs.calibrator import Calibrator
 from kvtier.codecs.centred import blank_calibration, codec_for
+from kvtier.codecs.known import KnownCodecs
 from kvtier.config import CacheConfig
 from kvtier.constants import MIB
 from kvtier.interfaces import PagedPool
@@ -114,3 +117,41 @@ def test_a_chunk_that_the_arena_does_not_hold_is_left_out() -> None:
     assert not hasattr(worker, "plans")
     worker.close()
     cache.close()
+
+
+@pytest.mark.parametrize(
+    ("stored", "rank", "degree", "ways"),
+    [
+        (1, 0, 1, ["store", "load"]),
+        (2, 1, 2, ["store", "load"]),
+        (2, 0, 1, ["store", "load"]),
+        # Parts of what others store, and a replica.
+        (1, 1, 2, ["load"]),
+        (2, 1, 4, ["load"]),
+    ],
+)
+def test_a_rank_moves_its_own_part(stored: int, rank: int, degree: int, ways: list[str]) -> None:
+    layout = replace(LAYOUT, head_groups=stored)
+    ranks = [Placement(each, each, degree) for each in range(degree)]
+    codecs = KnownCodecs()
+    nbytes = warm_up_bytes(codecs, ["raw"], layout, ranks[rank])
+    heads = max(1, 2 // degree)
+    local = TorchPool([replace(GROUP, kv_heads=heads)], block_count=4, block_tokens=16)
+    worker = Told(ranks[rank], memoryview(bytearray(nbytes)), codecs=codecs)
+    worker.register_pool(local)
+    warm_up(
+        worker,
+        codecs,
+        ["raw"],
+        layout,
+        block_tokens=16,
+        arena_bytes=nbytes,
+        placement=ranks[rank],
+        workers=ranks,
+    )
+    assert [plan.direction for plan in worker.plans] == ways * 2
+    assert [result.ok for result in worker.answers] == [True] * len(worker.plans)
+    moves = [move for plan in worker.plans for move in plan.moves]
+    assert {move.worker for move in moves} == {rank}
+    assert sum(move.heads.count for move in moves) == heads * len(worker.plans)
+    worker.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvtier.cache.cache import Cache
-from kvtier.cache.warm_up import warm_up
+from kvtier.cache.warm_up import warm_up, warm_up_bytes
 from kvtier.cache.worker import CacheWorker
 from kvtier.clock import SystemClock
 from kvtier.codecs.calibration_copies import CalibrationCopies
@@ -39,7 +39,8 @@ _log = logging.getLogger("kvtier.vllm")
 
 #: What a config says of itself rather than of the model.
 _ASIDE: Final = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
-_WARM_UP_BYTES: Final = 64 * MIB
+#: A rank's part of a chunk fits, but for models whose KV is larger than any that is known.
+_WARM_UP_BYTES_MAX: Final = 512 * MIB
 
 #: Caches of this process by vLLM's engine id, for workers beside them; and such workers.
 _CACHES: dict[str, Cache] = {}
@@ -167,7 +168,7 @@ def _register_pool(setup: Setup, side: WorkerSide, kv_caches: dict[str, Any]) ->
         side.refuse(pool)
         return
     if pool.stream:
-        _warm_up(setup, pool)
+        _warm_up(setup, side.placement, pool)
     side.serve(lambda orders: _open_worker(setup, side.placement, pool, orders))
     if setup.config is not None and not setup.config.shared:
         _WORKERS[setup.engine_id] = side
@@ -199,20 +200,27 @@ def _codecs(setup: Setup) -> KnownCodecs:
     return codecs
 
 
-def _warm_up(setup: Setup, pool: VllmPool) -> None:
+def _warm_up(setup: Setup, placement: Placement, pool: VllmPool) -> None:
     """Compile the kernels with an arena that nobody else uses, before vLLM computes anything."""
     assert setup.config is not None
     assert setup.namespace is not None
     codecs = _codecs(setup)
     names = codecs.foreseen(setup.namespace, setup.config.codecs)
-    arena = memoryview(bytearray(_WARM_UP_BYTES))
-    worker = CacheWorker(Placement(), arena, codecs=codecs, clock=setup.clock)
+    layout, place = setup.namespace.layout, placement
+    nbytes = min(warm_up_bytes(codecs, names, layout, place), _WARM_UP_BYTES_MAX)
+    arena = memoryview(bytearray(nbytes))
+    worker = CacheWorker(place, arena, codecs=codecs, clock=setup.clock)
     worker.register_pool(pool)
-    geometry, layout = setup.geometry, setup.namespace.layout
-    assert isinstance(geometry, Geometry)
-    if geometry.tp_size == 1:
-        blocks = geometry.block_tokens
-        warm_up(worker, codecs, names, layout, block_tokens=blocks, arena_bytes=_WARM_UP_BYTES)
+    warm_up(
+        worker,
+        codecs,
+        names,
+        layout,
+        block_tokens=pool.block_tokens,
+        arena_bytes=nbytes,
+        placement=place,
+        workers=setup.config.workers,
+    )
     worker.close()
 
 
