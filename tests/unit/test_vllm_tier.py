@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvtier.clock import SystemClock
+from kvtier.errors import ConfigError
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import wait_until
 from kvtier.testing.fault_files import FileGate, FileOperation
+from kvtier_adapters import vllm_tier
 from kvtier_adapters.payloads import runner
 from kvtier_adapters.payloads.complaints import Complaints
 from kvtier_adapters.payloads.limits import JOBS_MAX
@@ -23,6 +26,7 @@ from kvtier_adapters.vllm_tier.desk import Finished, TierDesk
 from kvtier_adapters.vllm_tier.doubts import Doubts
 from kvtier_adapters.vllm_tier.limits import DOUBT_S, DOUBTS_MAX, DRAIN_EXTRA_S, STORES_ACTIVE_MAX
 from kvtier_adapters.vllm_tier.scheme import chunk_scheme, cpu_flags, device_text
+from kvtier_adapters.vllm_tier.versions import TESTED, check_version
 from tests.lib.keyed_setup import payload
 from tests.lib.plug_setup import PlugSetup, plug_setup, settled, written
 
@@ -300,3 +304,23 @@ def test_the_instruction_sets_of_a_cpu_are_found() -> None:
     assert cpu_flags("Features : asimd\n") == "asimd"
     assert cpu_flags("processor : 0\n") == ""
     assert device_text("cuda", "avx2") == "cuda"
+
+
+def test_versions_that_were_not_tried_are_refused_unless_forced() -> None:
+    assert TESTED == ((0, 32),)
+    check_version("0.32.1", forced=False)
+    for other in ("0.26.0", "0.33.0", "dev"):
+        with pytest.raises(ConfigError, match=r"secondary tier is tested with 0.32;.*any_version"):
+            check_version(other, forced=False)
+        check_version(other, forced=True)
+
+
+def test_an_older_vllm_is_named_where_it_misses_what_the_tier_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM 0.26 has no ``Medium``: what a user reads is that it is 0.26."""
+    older = ModuleType("vllm")
+    older.__dict__["__version__"] = "0.26.0"
+    monkeypatch.setitem(sys.modules, "vllm", older)
+    with pytest.raises(ConfigError, match=r"vLLM 0.26.0: the secondary tier"):
+        _ = vllm_tier.KVTierTier

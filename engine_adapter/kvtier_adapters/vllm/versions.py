@@ -18,12 +18,11 @@ before that; 0.32 alone can be told of a load that failed as a whole, so nothing
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Final
 
-from kvtier.errors import ConfigError
 from kvtier.types import Tier
+from kvtier_adapters.tested_versions import TestedVersions, minor_of
 
 #: Minor versions that the connector is tested against.
 TESTED: Final = ((0, 26), (0, 32))
@@ -33,23 +32,15 @@ _MEDIA: Final = {
     (0, 26): {Tier.DRAM: "CPU", Tier.DISK: "FS", Tier.REMOTE: "OBJ"},
     (0, 32): {Tier.DRAM: "CPU", Tier.DISK: "STORAGE", Tier.REMOTE: "STORAGE"},
 }
-_VERSION: Final = re.compile(r"(\d+)\.(\d+)\.")
 
 
 def check_version(version: str, *, forced: bool) -> None:
     """Raise ``ConfigError`` for a version of vLLM that is not tested, unless it is forced."""
-    match = _VERSION.match(version)
-    if forced or (match is not None and (int(match[1]), int(match[2])) in TESTED):
-        return
-    known = " and ".join(f"{major}.{minor}" for major, minor in TESTED)
-    raise ConfigError(
-        f"vLLM {version}: the connector is tested with {known}; to try it all the same, set "
-        '"any_version": true in kv_connector_extra_config'
-    )
+    tested = TestedVersions("vLLM", "the connector", TESTED, "kv_connector_extra_config")
+    tested.check(version, forced=forced)
 
 
 def media(version: str) -> Mapping[Tier, str]:
     """Return a version's words for the tiers in KV events; the newest ones if it is not known."""
-    match = _VERSION.match(version)
-    known = (int(match[1]), int(match[2])) if match is not None else TESTED[-1]
+    known = minor_of(version) or TESTED[-1]
     return _MEDIA.get(known, _MEDIA[TESTED[-1]])

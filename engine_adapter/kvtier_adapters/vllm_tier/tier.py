@@ -23,6 +23,7 @@ from kvtier_adapters.payloads.options import plug_options
 from kvtier_adapters.payloads.store import PlugStore
 from kvtier_adapters.vllm_tier.desk import TierDesk
 from kvtier_adapters.vllm_tier.scheme import SYSTEM, chunk_scheme, cpu_flags, device_text
+from kvtier_adapters.vllm_tier.versions import check_version
 
 _CPU_INFO = Path("/proc/cpuinfo")
 
@@ -46,12 +47,15 @@ class KVTierTier(SecondaryTierManager):  # type: ignore[misc]
         *,
         locality: str | None = None,
         keep_on_reset: bool = False,
+        any_version: bool = False,
         **options: Any,
     ) -> None:
         """Open the cache that the other options describe.
 
-        Raises ``KVTierError`` for options that cannot be: then vLLM does not start.
+        Raises ``KVTierError`` for options that cannot be, and for a version of vLLM that is not
+        tested unless ``any_version``: then vLLM does not start.
         """
+        check_version(vllm.__version__, forced=any_version)
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = Locality(locality) if locality is not None else None
         self._keep_on_reset = keep_on_reset
