@@ -77,6 +77,8 @@ check: lint ## exactly what CI runs
 	.venv/bin/python -m pytest
 
 # A soak draws a fresh seed; the report's first lines say which, and KVTIER_SEED replays it.
+# The wire is fuzzed for ten minutes each way at the normal SCALE, with atheris for two where
+# kvtier[fuzz] is installed; ARGS='-k fuzz' does that alone.
 soak: $(READY) ## long runs of the random tests, with a fresh seed: make soak SCALE=100
 	@mkdir -p bench/results/soak
 	@report=bench/results/soak/$$(date -u +%Y%m%dT%H%M%SZ).txt; \

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
@@ -68,26 +68,24 @@ class Attacker:
 
     def _one(self) -> None:
         draws = self._draws
-        client = WireClient(draws.choice(self._urls), receive_bytes=draws.choice((None, 4096)))
-        self.seen["streams"] += 1
-        try:
+        with ExitStack() as opened:
+            client = WireClient(draws.choice(self._urls), receive_bytes=draws.choice((None, 4096)))
+            opened.callback(client.close)
+            self.seen["streams"] += 1
             self._send(client.socket, self._stream())
             self._listen(client.socket)
-        except BaseException:
-            client.close()
-            raise
-        kind = draws.randrange(4)
-        if kind == 0:  # As a process that is killed with bytes unread.
-            client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        elif kind == 1:
-            with suppress(OSError):
-                client.socket.shutdown(socket.SHUT_WR)
-        elif kind == 2:  # As one that is gone without a word.
-            self._open.append(client.socket)
-            if len(self._open) > LEFT_OPEN:
-                self._open.pop(draws.randrange(LEFT_OPEN)).close()
-            return
-        client.close()
+            kind = draws.randrange(4)
+            if kind == 0:  # As a process that is killed with bytes unread.
+                reset = struct.pack("ii", 1, 0)
+                client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+            elif kind == 1:
+                with suppress(OSError):
+                    client.socket.shutdown(socket.SHUT_WR)
+            elif kind == 2:  # As one that is gone without a word.
+                opened.pop_all()
+                self._open.append(client.socket)
+                if len(self._open) > LEFT_OPEN:
+                    self._open.pop(draws.randrange(LEFT_OPEN)).close()
 
     def _stream(self) -> bytes:
         draws = self._draws

@@ -46,6 +46,7 @@ MISSING = (
     "needs a CUDA device",
     "needs Chromium",
     "needs Mooncake",
+    "needs atheris",
     "needs `make test-engines`",
 )
 TASK_MARK = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
