@@ -18,6 +18,7 @@ from kvtier.cache.below.remote_room import RemoteRoom, open_remotes
 from kvtier.cache.below.rooms import Rooms
 from kvtier.cache.event_feed import EventFeed
 from kvtier.cache.executor import Executor
+from kvtier.cache.fetcher import Fetcher
 from kvtier.cache.load import LoadContext
 from kvtier.cache.loads import Loads
 from kvtier.cache.lookup import Lookup
@@ -209,6 +210,13 @@ def make_desks(given: Given, medium: Medium) -> Desks:
             spans=spans,
         ),
     )
+
+
+def make_fetcher(medium: Medium, desks: Desks, closed: Callable[[], bool]) -> Fetcher:
+    """Make what brings payloads up for keyed caches, until the cache is ``closed``."""
+    wishes = desks.tenancy.wishes
+    how = (desks.loading, desks.lookup, medium.roots, wishes, medium.executor)
+    return Fetcher(*how, closed)
 
 
 def _make_tenancy(given: Given, medium: Medium) -> Tenancy:

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from kvtier.cache.assembly import Given, make_desks, make_medium
+from kvtier.cache.assembly import Given, make_desks, make_fetcher, make_medium
 from kvtier.cache.below.removal import remove
 from kvtier.cache.figures import cache_stats
 from kvtier.cache.hold import Hold, hold_first
@@ -77,6 +77,8 @@ class Cache:
         self._rooms = medium.rooms
         self._roots = medium.roots
         self._desks = desks = make_desks(given, medium)
+        #: What brings payloads up, for keyed caches.
+        self.fetcher = make_fetcher(medium, desks, lambda: self._closed)
         #: What the tiers tell of themselves, if the config says so.
         self.events = medium.events
         #: What loads and computing cost, and what is worth loading.

@@ -125,6 +125,10 @@ class Executor:
         """
         self._start(self._readers[lane], work, done, deadline, late)
 
+    def begin_read(self, lane: int, work: Callable[[], None]) -> None:
+        """Run ``work`` in one of the lane's threads; whoever waits for it has it ``watch``ed."""
+        self._readers[lane].submit(work)
+
     def write(
         self,
         lane: int,
@@ -157,7 +161,7 @@ class Executor:
         end = time.monotonic() + timeout_s
         asyncio.run_coroutine_threadsafe(self._drain(timeout_s), self._loop).result()
         ending = [
-            writer.submit(partial(_outcome_boundary, work))
+            writer.submit(partial(outcome_boundary, work))
             for writer, work in zip(self._writers, last, strict=False)
         ]
         wait(ending, max(0.0, end - time.monotonic()))
@@ -192,7 +196,7 @@ class Executor:
         deadline: float,
         late: Callable[[T | Fault], None],
     ) -> None:
-        future = pool.submit(lambda: _outcome_boundary(work))
+        future = pool.submit(lambda: outcome_boundary(work))
         self.watch(future, done, deadline=deadline, late=late)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -251,8 +255,8 @@ class Executor:
             await asyncio.sleep(0)
 
 
-def _outcome_boundary(work: Callable[[], T]) -> T | Fault:
-    """Run work in its thread: a fault is its outcome, and a bug becomes one."""
+def outcome_boundary(work: Callable[[], T]) -> T | Fault:
+    """Run work in this thread: a fault is its outcome, and a bug becomes one."""
     try:
         return work()
     except (OSError, KVTierError) as error:

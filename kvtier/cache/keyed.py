@@ -128,7 +128,10 @@ class KeyedCache:
         self._desk.doom([payload.key for payload in self._payloads(keys)])
 
     def close(self) -> None:
-        """End all transfers and the thread that copies; the cache goes on. Once is enough."""
+        """End all transfers and the thread that copies; the cache goes on. Once is enough.
+
+        Blocks for copies that run, and for nothing else.
+        """
         with self._lock:
             self._closed = True
             transfers = list(self._transfers)
@@ -136,7 +139,7 @@ class KeyedCache:
             transfer.cancel()
         self._desk.close()
         for transfer in transfers:
-            transfer.poll()
+            transfer.wait()  # For copies that run.
         self._desk.sweep()
 
     def _held(self, payload: Payload) -> bool | None:

@@ -1,7 +1,8 @@
 """What the transfers of one keyed cache share: who copies, and what was deleted.
 
 One thread copies between callers' buffers and the arena, many payloads in one order: from DRAM
-straight into the buffer of who asks (``Filling``), and what a plan of the cache says.
+straight into the buffer of who asks (``Filling``), and what a plan of the cache says. What lies on
+disk is copied by the threads that read it (``Asked``).
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Final
 
+from kvtier.cache.below.convoy import Landing
 from kvtier.cache.cache import Cache
 from kvtier.cache.executor import ThreadPool
 from kvtier.cache.hold import Hold
+from kvtier.cache.sequence import Sequence
 from kvtier.codecs.opaque import BufferPool, Pieces, copy_out, move_payload
 from kvtier.constants import KEYED_ORDER_MAX
 from kvtier.errors import CodecError
@@ -53,13 +57,27 @@ class Filling:
         self.outcome = outcome
 
 
+@dataclass(slots=True, eq=False)
+class Asked:
+    """A buffer that is asked for below DRAM. ``answered``: ``landing`` is how it comes.
+
+    None: not this way.
+    """
+
+    sequence: Sequence
+    buffer: Pieces
+    deadline: float
+    answered: bool = False
+    landing: Landing | None = None
+
+
 class Desk:
     """What all transfers of one keyed cache share. Safe from any thread."""
 
     def __init__(
         self, cache: Cache, namespace: Namespace, clock: Clock, stirred: Callable[[], None]
     ) -> None:
-        """``stirred`` is called in the thread that copies, without a lock."""
+        """``stirred`` is called in threads that copy, without a lock."""
         self.cache = cache
         self.clock = clock
         self.pool = BufferPool()
@@ -69,6 +87,7 @@ class Desk:
         self._arena = cache.arena
         self._copier = ThreadPool("kvtier-payload", 1)
         self._orders: list[Filling | Plan] = []
+        self._asked: list[Asked] = []
         self._numbers = itertools.count()
         self._failed: dict[int, MissReason] = {}  # By plan, until its put has asked.
         self._doomed: set[ChunkKey] = set()
@@ -91,10 +110,23 @@ class Desk:
             if self._closed or len(self._orders) >= KEYED_ORDER_MAX:
                 self._send()
 
-    def send(self) -> None:
-        """Have all begun that was ordered."""
+    def ask(self, asked: Asked) -> None:
+        """Have a buffer filled from below DRAM, with all that is asked for until ``send``."""
+        with self._lock:
+            self._asked.append(asked)
+
+    def send(self) -> bool:
+        """Have all begun that was ordered and asked for; True: some does not come this way."""
         with self._lock:
             self._send()
+            asked, self._asked = self._asked, []
+        begin, news = self.cache.fetcher.begin, self._tell
+        for deadline in {each.deadline for each in asked}:
+            some = [each for each in asked if each.deadline == deadline]
+            landings = begin([(each.sequence, each.buffer) for each in some], deadline, news)
+            for each, landing in zip(some, landings, strict=True):
+                each.landing, each.answered = landing, True
+        return any(each.landing is None for each in asked)
 
     def wait(self, seconds: float) -> None:
         """Block until a transfer may go on, or for so long."""
@@ -136,6 +168,10 @@ class Desk:
             self._closed = True
         self._copier.close(None)
 
+    def _tell(self) -> None:
+        self._news.set()
+        self._stirred()
+
     def _send(self) -> None:
         orders, self._orders = self._orders, []
         if self._closed:
@@ -153,8 +189,7 @@ class Desk:
         outcomes += [MissReason.WORKER] * (len(orders) - len(outcomes))
         with self._lock:
             self._answer(orders, outcomes)
-        self._news.set()
-        self._stirred()
+        self._tell()
 
     def _copy(self, order: Filling | Plan) -> Outcome:
         if self.clock.now() >= order.deadline:
@@ -172,7 +207,7 @@ class Desk:
             return MissReason.CODEC
         return Tier.DRAM
 
-    def _answer(self, orders: Sequence[Filling | Plan], outcomes: Sequence[Outcome]) -> None:
+    def _answer(self, orders: SequenceOf[Filling | Plan], outcomes: SequenceOf[Outcome]) -> None:
         """Tell the cache of plans, all at once, and end fillings; under our lock."""
         results: list[Result] = []
         # What was read in an epoch that is over counts for nothing.

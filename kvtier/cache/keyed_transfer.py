@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from kvtier.cache.keyed_desk import WORKER, Desk, Filling, Outcome
+from kvtier.cache.keyed_desk import WORKER, Asked, Desk, Filling, Outcome
 from kvtier.cache.load import Load
 from kvtier.cache.match import Pending
 from kvtier.cache.sequence import Sequence
@@ -93,9 +93,11 @@ class Get:
     payload: Payload
     buffer: Pieces
     filling: Filling | None = None
+    asked: Asked | None = None
     load: Load | None = None
     number: int = -1
     plans: list[int] = field(default_factory=list)
+    failure: MissReason | None = None
 
     @property
     def nbytes(self) -> int:
@@ -121,8 +123,7 @@ class Get:
             self.desk.failure(plan_id)
         if loaded.tokens_by_tier:
             return next(iter(loaded.tokens_by_tier))
-        reason = loaded.misses[0].reason if loaded.misses else MissReason.ABSENT
-        return MissReason.ABSENT if reason is MissReason.CODEC else reason  # Of another size.
+        return self._missed(loaded.misses[0].reason if loaded.misses else MissReason.ABSENT)
 
     def cancel(self) -> None:
         """See ``Item.cancel``."""
@@ -132,8 +133,14 @@ class Get:
             self.load.cancel()
 
     def _begin(self, deadline: float) -> Outcome | None:
+        """Find out where it lies, and begin to bring it from there."""
         desk = self.desk
-        if desk.clock.now() >= deadline:
+        late = desk.clock.now() >= deadline
+        if self.asked is not None and self.failure is None:
+            outcome = self._landed(late=late)
+            if self.failure is None:
+                return outcome
+        if late:
             return MissReason.DEADLINE
         if desk.hidden(self.payload.key):
             return MissReason.ABSENT
@@ -142,6 +149,30 @@ class Get:
             self.filling = Filling(hold, self.payload.root, self.buffer, deadline)
             desk.order(self.filling)
             return None
+        if self.asked is None:
+            self.asked = Asked(self.payload, self.buffer, deadline)
+            desk.ask(self.asked)
+            return None
+        return self._load(deadline)
+
+    def _landed(self, *, late: bool) -> Outcome | None:
+        """Tell what came of asking the disk. ``failure`` is set where it is to come otherwise."""
+        assert self.asked is not None, "asked before"
+        if not self.asked.answered:
+            return None
+        landing = self.asked.landing
+        if landing is None:
+            self.failure = MissReason.ABSENT
+            return None
+        if late:
+            landing.give_up(MissReason.DEADLINE)
+        outcome = landing.outcome
+        if isinstance(outcome, MissReason) and outcome is not MissReason.DEADLINE:
+            self.failure = outcome  # Another tier may have it.
+        return outcome
+
+    def _load(self, deadline: float) -> Outcome | None:
+        desk = self.desk
         match = desk.cache.match(self.payload)
         if isinstance(match, Pending):
             return None
@@ -150,8 +181,13 @@ class Get:
         self.load = desk.cache.begin_load(match, blocks, deadline=deadline) if match.hits else None
         if self.load is None:
             desk.pool.remove(self.number)
-            return MissReason.ABSENT
+            return self._missed(MissReason.ABSENT)
         return None
+
+    def _missed(self, reason: MissReason) -> MissReason:
+        """Return why there is none; where nobody has it now, why the disk did not give it."""
+        absent = reason in {MissReason.ABSENT, MissReason.CODEC}  # The latter: of another size.
+        return (self.failure or MissReason.ABSENT) if absent else reason
 
 
 @dataclass(slots=True, eq=False)
@@ -244,17 +280,10 @@ class Transfer:
         then, and a copy that runs is awaited. After a miss a buffer's content is undefined.
         """
         with self._lock:
-            for number, item in list(self._active.items()):
-                self._step(number, item)
-            while self._waiting and self._may_begin(self._waiting[0][1]):
-                number, item = self._waiting.popleft()
-                if self._ended is not None:
-                    self._outcomes[number] = self._ended
-                    continue
-                self._active[number] = item
-                self._active_bytes += item.nbytes
-                self._step(number, item)
-            self._desk.send()
+            self._advance()
+            if self._desk.send():
+                self._advance()
+                self._desk.send()
             if not self.complete:
                 return None
             return [self._outcomes[number] for number in range(len(self._outcomes))]
@@ -278,6 +307,18 @@ class Transfer:
                 self._ended = reason
             for item in self._active.values():
                 item.cancel()
+
+    def _advance(self) -> None:
+        for number, item in list(self._active.items()):
+            self._step(number, item)
+        while self._waiting and self._may_begin(self._waiting[0][1]):
+            number, item = self._waiting.popleft()
+            if self._ended is not None:
+                self._outcomes[number] = self._ended
+                continue
+            self._active[number] = item
+            self._active_bytes += item.nbytes
+            self._step(number, item)
 
     def _may_begin(self, item: Item) -> bool:
         few = len(self._active) < KEYED_INFLIGHT_MAX

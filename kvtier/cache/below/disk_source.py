@@ -54,6 +54,17 @@ class DiskSource:
         late: Callable[[Fault | None], None],
     ) -> None:
         """Read shard after shard in one of the directory's threads."""
+        self._executor.read(
+            self._volume.number, self.reading(arriving), done, deadline=deadline, late=late
+        )
+
+    @property
+    def lane(self) -> int:
+        """The directory's number."""
+        return self._volume.number
+
+    def reading(self, arriving: Arriving) -> Callable[[], None]:
+        """Return what reads and verifies shard after shard; it blocks, and raises a ``Fault``."""
         files = self._volume.files
         places = {shard: self._record.places[shard] for shard in arriving.slots}
 
@@ -73,8 +84,7 @@ class DiskSource:
                     self._failed = shard
                     raise
 
-        number = self._volume.number
-        self._executor.read(number, read_shards, done, deadline=deadline, late=late)
+        return read_shards
 
     def settle(self, outcome: Fault | None) -> MissReason | None:
         """Tell the directory how it did; condemn or forget what was not as it should be."""

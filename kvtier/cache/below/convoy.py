@@ -1,0 +1,214 @@
+"""Payloads that come up from one directory together, each into its buffer once it is verified.
+
+::
+
+    reading threads   take the next ──► read, verify ──► copy into its buffer ──► settle ──┐
+                            └──────────────────────────────────────────────────────────────┘
+
+A thread goes from one to the next by itself, so a payload costs no hand-over. To the rest of the
+cache each is a fill like any other: who else waits for the chunk follows it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from kvtier.cache.below.disk_source import DiskSource
+from kvtier.cache.below.fill import Arriving, Fill, Hold, Origin
+from kvtier.cache.executor import Executor, Fault, outcome_boundary
+from kvtier.cache.sequence import Sequence
+from kvtier.codecs.opaque import Pieces, copy_out
+from kvtier.constants import IO_THREADS_DEFAULT
+from kvtier.errors import DeadlineError
+from kvtier.interfaces import Clock
+from kvtier.tiers.disk.volume import DiskPlace
+from kvtier.tiers.index import Lease
+from kvtier.types import MissReason, Tier
+
+_NO_BUFFER = Pieces()
+
+
+class Landing:
+    """A buffer that waits for its payload. ``outcome``: once it is not touched any more.
+
+    ``landed``: the payload is in it.
+    """
+
+    def __init__(self, sequence: Sequence, buffer: Pieces, deadline: float, clock: Clock) -> None:
+        self.sequence = sequence
+        self._buffer = buffer
+        self._deadline = deadline
+        self._clock = clock
+        self.landed = False
+        self._landing = False
+        self._lock = threading.Lock()
+        self.outcome: Tier | MissReason | None = None
+
+    def give_up(self, reason: MissReason) -> None:
+        """Wait no more. A copy that runs is awaited: its outcome follows."""
+        with self._lock:
+            if not self._landing:
+                self._end(reason)
+
+    def land(self, slot: memoryview) -> None:
+        """Copy the payload of a slot, in the thread that has read it, if somebody waits."""
+        with self._lock:
+            late = self._clock.now() >= self._deadline
+            self._landing = self.outcome is None and not late
+        if self._landing:
+            copy_out(slot, self._buffer)
+            self.landed = True
+
+    def conclude(self, outcome: Tier | MissReason) -> None:
+        """Say what came of it, unless it was given up."""
+        with self._lock:
+            self._end(outcome)
+
+    def _end(self, outcome: Tier | MissReason) -> None:
+        if self.outcome is None:
+            self._buffer = _NO_BUFFER
+            self.outcome = outcome
+
+
+@dataclass(slots=True, eq=False)
+class _Ride:
+    """One payload on its way. ``late``: the deadline came before it."""
+
+    landing: Landing
+    slot: memoryview
+    work: Callable[[], None]
+    done: Callable[[Fault | None], None]
+    overdue_done: Callable[[Fault | None], None]
+    over: bool = False
+    late: bool = False
+
+
+class Convoy:
+    """Brings some payloads up. Filled under the cache's lock, then begun without it, once.
+
+    ``landed`` is called once for each landing, when what its fill came to is settled, and concludes
+    it; without a lock, in a reading thread or the executor's loop.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        lane: int,
+        clock: Clock,
+        landed: Callable[[Landing, Fill], None],
+    ) -> None:
+        """``lane`` is the directory's."""
+        self._executor = executor
+        self._lane = lane
+        self._clock = clock
+        self._landed = landed
+        self._rides: list[_Ride] = []
+        self._fills: dict[Landing, Fill] = {}
+        self._waiting: deque[_Ride] = deque()
+        self._left = 0
+        self._all: Future[Fault | None] = Future()
+        self._lock = threading.Lock()
+
+    def source(self, disk: DiskSource, landing: Landing) -> ConvoySource:
+        """Return what a fill reads through; it waits for ``begin``."""
+        return ConvoySource(self, disk, landing)
+
+    def join(self, landing: Landing, fill: Fill) -> None:
+        """Note the fill that was started with a source of this convoy."""
+        self._fills[landing] = fill
+
+    def add(self, ride: _Ride) -> None:
+        """Take a payload along."""
+        self._rides.append(ride)
+
+    def begin(self, deadline: float) -> None:
+        """Start to read; until ``deadline``."""
+        self._waiting.extend(self._rides)
+        self._left = len(self._rides)
+        self._executor.watch(self._all, self._ended, deadline=deadline, late=lambda _: None)
+        for _ in range(min(self._left, IO_THREADS_DEFAULT)):
+            self._executor.begin_read(self._lane, self._run)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                ride = self._waiting.popleft() if self._waiting else None
+            if ride is None:
+                return
+            self._bring(ride)
+
+    def _bring(self, ride: _Ride) -> None:
+        fill, landing = self._fills[ride.landing], ride.landing
+        if landing.outcome is not None:
+            fill.leave()  # Unless others follow it, it is not read.
+        outcome = outcome_boundary(ride.work)
+        with self._lock:
+            ride.over = True
+        if ride.late:
+            ride.overdue_done(outcome)
+        else:
+            if outcome is None:
+                landing.land(ride.slot)
+            ride.done(outcome)
+            self._landed(landing, fill)
+        with self._lock:
+            self._left -= 1
+            last = not self._left
+        if last:
+            self._all.set_result(None)
+
+    def _ended(self, outcome: Fault | None) -> None:
+        """At the deadline, in the executor's loop: nobody waits for what has not come."""
+        if outcome is None:
+            return
+        with self._lock:
+            late = [ride for ride in self._rides if not ride.over]
+            for ride in late:
+                ride.late = True
+                ride.done(DeadlineError("no answer in time"))  # Before its late end.
+        for ride in late:
+            self._landed(ride.landing, self._fills[ride.landing])
+
+
+class ConvoySource:
+    """A ``Source`` over one record of the disk tier that is read by its convoy."""
+
+    def __init__(self, convoy: Convoy, disk: DiskSource, landing: Landing) -> None:
+        self._convoy = convoy
+        self._disk = disk
+        self._landing = landing
+
+    @property
+    def origin(self) -> Origin:
+        """What the record says."""
+        return self._disk.origin
+
+    def hold(self) -> Lease[DiskPlace] | Hold:
+        """Pin the record."""
+        return self._disk.hold()
+
+    def fetch(
+        self,
+        arriving: Arriving,
+        done: Callable[[Fault | None], None],
+        *,
+        deadline: float,
+        late: Callable[[Fault | None], None],
+    ) -> None:
+        """Ride along; the convoy has the one deadline of all."""
+        del deadline
+        (slot,) = arriving.slots.values()
+        work = self._disk.reading(arriving)
+        self._convoy.add(_Ride(self._landing, slot, work, done, late))
+
+    def settle(self, outcome: Fault | None) -> MissReason | None:
+        """As the record's."""
+        return self._disk.settle(outcome)
+
+    def end_late(self) -> None:
+        """As the record's."""
+        self._disk.end_late()
