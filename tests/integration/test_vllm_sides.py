@@ -113,6 +113,15 @@ def test_a_reset_reaches_every_tenant_and_stays_after_a_restart(
     assert answer(double, "third", prompt, cache_salt=salt).loaded == 36
 
 
+def test_an_engine_that_keeps_on_a_reset(opened: Opener, rng: random.Random) -> None:
+    """Its server sleeps and wakes, which vLLM takes for a reset."""
+    double = opened(duties=Duties(4, 4, 0.5, keeps_on_reset=True))
+    prompt = tokens(rng, 40)
+    answer(double, "first", prompt)
+    assert double.side.reset()
+    assert answer(double, "second", prompt).loaded == 36
+
+
 def test_no_reset_while_a_load_is_under_way(opened: Opener, rng: random.Random) -> None:
     double = opened()
     prompt = tokens(rng, 40)
@@ -267,3 +276,24 @@ def test_what_is_loaded_is_told_by_tier(opened: Opener, rng: random.Random, tmp_
     assert again.side.lookup(request, 0) == (16, True)
     assert again.side.tiers(request, 12) == {Tier.DISK: 12}
     assert again.side.tiers(DoubleRequest("unknown", prompt), 12) == {}
+
+
+def test_what_was_prefetched_is_told_as_of_where_it_lay(
+    opened: Opener, rng: random.Random, tmp_path: Path
+) -> None:
+    double = opened(tmp_path / "disk")
+    prompt = tokens(rng, 40)
+    answer(double, "first", prompt[:20])
+    double.close()
+    double.side.close()
+    again = opened(tmp_path / "disk", duties=Duties(4, 0, 0.5))
+    request = DoubleRequest("second", prompt)
+    wait_until(lambda: again.side.lookup(request, 0) != (None, False), "the disk opens")
+    again.side.arrived(request)
+
+    def in_dram() -> bool:
+        return again.side.stats().tiers[0].chunks == 2
+
+    wait_until(in_dram, "what waits is brought up")
+    assert again.side.lookup(request, 0) == (16, True)
+    assert again.side.tiers(request, 16) == {Tier.DISK: 16}

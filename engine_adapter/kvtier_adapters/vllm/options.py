@@ -67,6 +67,7 @@ class Options:
     head_groups: int = 0
     weights_id: str = ""
     blocks: BlockForm = BlockForm.AUTO
+    keep_on_reset: bool = False
     any_version: bool = False
 
     def chunk_tokens_for(self, block_tokens: int) -> int:

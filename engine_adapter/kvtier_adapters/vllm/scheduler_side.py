@@ -44,6 +44,8 @@ class Duties:
     """What this engine does: one that only makes KV loads none, one that only uses it stores none.
 
     It computes on ``ranks``, each with its part of the KV heads.
+    One that ``keeps_on_reset`` has vLLM forget what it computed and the tiers not.
+
     With more than ``running_max`` requests new ones wait, and what they will need is prefetched.
     """
 
@@ -53,6 +55,7 @@ class Duties:
     ranks: int = 1
     loads: bool = True
     stores: bool = True
+    keeps_on_reset: bool = False
 
 
 class SchedulerSide:
@@ -154,7 +157,9 @@ class SchedulerSide:
         counted: Counter[Tier] = Counter()
         for chunk, hit in enumerate(followed.match.hits):
             start, stop = max(chunk * size, found.start), min((chunk + 1) * size, found.stop)
-            counted[hit.tier] += max(0, stop - start)
+            # What was prefetched counts for where it lay.
+            tier = followed.sequence.came_from(chunk, hit.tier)
+            counted[tier] += max(0, stop - start)
         return dict(+counted)
 
     def orders(self, output: Any) -> Orders:
@@ -205,6 +210,8 @@ class SchedulerSide:
 
         While loads are under way nothing changes, and the answer is False too.
         """
+        if self._duties.keeps_on_reset:
+            return True
         if self._loads.running:
             return False
         if self._events is not None:

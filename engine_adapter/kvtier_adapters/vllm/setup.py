@@ -91,6 +91,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any, version: str) -> Setup:
         ranks=geometry.tp_size if isinstance(geometry, Geometry) else 1,
         loads=transfer.kv_role != "kv_producer",
         stores=transfer.kv_role != "kv_consumer",
+        keeps_on_reset=options.keep_on_reset,
     )
     return Setup(
         engine_id=str(transfer.engine_id),
