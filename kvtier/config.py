@@ -29,6 +29,7 @@ from kvtier.constants import (
     REMOTE_DEADLINE_S_DEFAULT,
     REMOTE_TTL_S_DEFAULT,
     SLAB_BYTES_DEFAULT,
+    STAGING_BYTES,
 )
 from kvtier.errors import ConfigError, nearest
 from kvtier.types import Placement
@@ -171,11 +172,12 @@ class CacheConfig:
     """A cache: its tiers, their policy, the codec, and which workers hold the pool.
 
     ``dram_bytes`` and ``disk.capacity_bytes`` bound the whole cache, whatever the number of
-    workers. ``shared`` maps the arena so that workers in other processes reach it. Otherwise,
+    workers. ``dram_bytes`` 0: no DRAM tier, only ``STAGING_BYTES`` that chunks pass through.
+    ``shared`` maps the arena so that workers in other processes reach it. Otherwise,
     ``exported_to`` cuts it into files, one for each tenant's processes to map, and names the tenant
-    to whom all of it is given at first; empty: it is one piece. A load is cut
-    off after ``load_deadline_s``; a lookup waits at most ``pending_deadline_s`` for a slow tier.
-    A second of computing is worth ``gpu_time_worth`` seconds of waiting for a load.
+    to whom all of it is given at first; empty: it is one piece. A load is cut off after
+    ``load_deadline_s``; a lookup waits at most ``pending_deadline_s`` for a slow tier. A second of
+    computing is worth ``gpu_time_worth`` seconds of waiting for a load.
     ``remotes`` are asked in their order, for what is in neither DRAM nor disk.
     With ``events``, what the tiers hold is told as it changes. A tenant may hold
     ``tenant_quota_bytes`` in all tiers together (0: no bound), or what ``tenant_quotas`` says.
@@ -204,6 +206,11 @@ class CacheConfig:
         return own if own != self.codec else None
 
     @property
+    def arena_bytes(self) -> int:
+        """The memory that shards pass through: the DRAM tier, or without one a staging area."""
+        return self.dram_bytes or STAGING_BYTES
+
+    @property
     def codecs(self) -> tuple[str, ...]:
         """All codecs that pack what is stored."""
         return (self.codec, *([self.disk_codec] if self.disk_codec else []))
@@ -223,19 +230,29 @@ class CacheConfig:
             self.slab_bytes,
             f"a positive multiple of {ALIGN_BYTES}",
         )
-        why = "; the disk tier reads and writes through DRAM" if self.disk else ""
-        _require(
-            self.dram_bytes >= self.slab_bytes,
-            "dram_bytes",
-            self.dram_bytes,
-            f"at least one slab ({format_size(self.slab_bytes)}){why}",
-        )
+        self._check_dram()
         alone = not (self.shared and self.exported_to)
         _require(alone, "exported_to", self.exported_to, "none where shared")
         for name in ("load_deadline_s", "pending_deadline_s", "gpu_time_worth"):
             seconds = getattr(self, name)
             _require(math.isfinite(seconds) and seconds > 0, name, seconds, "more than 0")
         _check_workers(self.workers)
+
+    def _check_dram(self) -> None:
+        below = bool(self.disk or self.remotes)
+        staged = self.dram_bytes == 0 and below and not self.exported_to  # Others map a tier.
+        slab = format_size(self.slab_bytes)
+        _require(
+            staged or self.dram_bytes >= self.slab_bytes,
+            "dram_bytes",
+            self.dram_bytes,
+            f"at least one slab ({slab}), or 0 with a disk or a remote",
+        )
+        modes = [("remotes.mode", remote.mode) for remote in self.remotes]
+        modes += [("disk.mode", self.disk.mode)] if self.disk else []
+        for name, mode in modes:
+            now = not staged or mode is WriteMode.THROUGH
+            _require(now, name, mode.value, "through, where dram_bytes is 0: nothing waits there")
 
 
 def parse_size(text: str | int) -> int:

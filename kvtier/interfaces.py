@@ -28,6 +28,30 @@ ReadOutcome = int | None | ConnectorError
 
 
 @runtime_checkable
+class Loan(Protocol):
+    """A whole object, to be read where its store has it. Any thread may use it."""
+
+    @property
+    def view(self) -> memoryview:
+        """Its bytes, for reading only. They may change once the loan has ended, and never fault."""
+        ...
+
+    @property
+    def holds(self) -> bool:
+        """True while the bytes are those that were lent. What was read before it says so counts."""
+        ...
+
+    def release(self) -> None:
+        """Give it back, once. Waits for nothing."""
+        ...
+
+
+#: What comes of asking for a loan: None where there is no such object; what is not lent, but may
+#: be read, is a ``ConnectorRefusedError``.
+LendOutcome = Loan | None | ConnectorError
+
+
+@runtime_checkable
 class Connector(Protocol):
     """Moves opaque bytes to one medium. Order is preserved; one outcome per key.
 
@@ -69,6 +93,18 @@ class Listable(Protocol):
 
     def list(self, prefix: bytes) -> AsyncIterator[KeyInfo]:
         """Iterate over the objects whose key starts with ``prefix``, in no particular order."""
+        ...
+
+
+@runtime_checkable
+class Lending(Protocol):
+    """A connector to a store on this host that lets its memory be read where it lies."""
+
+    async def lend(self, keys: Sequence[bytes]) -> list[LendOutcome]:
+        """Borrow whole objects, one outcome per key. Each loan is the caller's to release.
+
+        When it is cancelled it has released what it got.
+        """
         ...
 
 

@@ -28,5 +28,8 @@ def hung_up(connection: socket.socket) -> bool:
     what had been leased.
     """
     watched = select.poll()
-    watched.register(connection, select.POLLRDHUP)
+    try:
+        watched.register(connection, select.POLLRDHUP)
+    except ValueError:  # It is closed on this side.
+        return True
     return bool(watched.poll(0))

@@ -275,12 +275,11 @@ def _check_together(config: EngineConfig, given: set[str]) -> None:
         for name in _REMOTE_ONLY:
             if name in given:
                 raise ConfigError(f"{flags[name]} needs --remote URL")
-    if config.remote and not config.dram:
-        raise ConfigError("--remote needs --dram above 0: it reads and writes through DRAM")
-    if config.disk and not config.dram:
-        raise ConfigError("--disk needs --dram above 0: it reads and writes through DRAM")
-    if not config.dram and not config.no_cache:
-        raise ConfigError("--dram 0 leaves no tier below HBM: say --no-cache instead")
+    if not (config.dram or config.disk or config.remote or config.no_cache):
+        raise ConfigError(
+            "--dram 0 leaves no tier below HBM: allowed with --remote URL or --disk PATH; for no "
+            "cache at all say --no-cache"
+        )
     try:
         config.cache_config()
     except ConfigError as error:

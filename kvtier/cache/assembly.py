@@ -16,6 +16,7 @@ from kvtier.cache.below.fill import Fill, Filler
 from kvtier.cache.below.prefetch import Prefetcher
 from kvtier.cache.below.remote_room import RemoteRoom, open_remotes
 from kvtier.cache.below.rooms import Rooms
+from kvtier.cache.below.staging import OwedKeys, sweep
 from kvtier.cache.event_feed import EventFeed
 from kvtier.cache.executor import Executor
 from kvtier.cache.fetcher import Fetcher
@@ -35,6 +36,7 @@ from kvtier.cache.worth.costs import Costs
 from kvtier.codecs.calibration_copies import CalibrationCopies
 from kvtier.codecs.known import KnownCodecs
 from kvtier.config import CacheConfig
+from kvtier.constants import PREFETCH_SHARE
 from kvtier.interfaces import Clock, Connector
 from kvtier.keys import tenant_digest
 from kvtier.obs.counters import Counters
@@ -114,10 +116,13 @@ def make_medium(given: Given) -> Medium:
     choices = disk_choices(config.disk) if config.disk else None
     owner = tenant_digest(config.exported_to) if config.exported_to else None
     slab_bytes, shared = config.slab_bytes, config.shared
-    arena = Arena(config.dram_bytes, slab_bytes=slab_bytes, shared=shared, owner=owner)
-    kept = KeptKeys(arena.capacity_bytes, clock)
+    arena = Arena(config.arena_bytes, slab_bytes=slab_bytes, shared=shared, owner=owner)
+    staged = config.dram_bytes == 0
+    kept = OwedKeys(rooms, clock) if staged else KeptKeys(arena.capacity_bytes, clock)
     owned = () if owner is None else (roots.tenant_of,)
     dram = DramTier(arena, kept.guard(policy), clock, rooms.left_dram, kept.keeps, *owned)
+    if staged:
+        rooms.sweep = partial(sweep, dram, rooms)
     with ExitStack() as undo:
         undo.callback(arena.close)
         opened = open_remotes(config.remotes, given.connect, lock, clock)
@@ -171,10 +176,13 @@ def make_desks(given: Given, medium: Medium) -> Desks:
         prefetcher.pump()
 
     record = None if spans is None else partial(record_fill, spans)
-    filler = Filler(dram, medium.lock, counters, clock, shapes, costs, filled, record)
+    staged = config.dram_bytes == 0
+    lend_to = config.workers if staged and not config.shared else ()
+    filler = Filler(dram, medium.lock, counters, clock, shapes, costs, filled, record, lend_to)
     remotes = rooms.remote.remotes if rooms.remote is not None else None
     below = Below(*tiers, remotes, filler, medium.executor, shapes)
-    prefetcher = Prefetcher(dram, below, medium.roots, clock)
+    prefetch_bytes = int(config.dram_bytes * PREFETCH_SHARE)
+    prefetcher = Prefetcher(dram, below, medium.roots, clock, prefetch_bytes)
     return Desks(
         tenancy=tenancy,
         costs=costs,
@@ -195,6 +203,7 @@ def make_desks(given: Given, medium: Medium) -> Desks:
             medium.log,
             spans,
             tenancy,
+            remotes if staged else None,
         ),
         prefetcher=prefetcher,
         loading=LoadContext(

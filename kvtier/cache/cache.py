@@ -32,6 +32,7 @@ from kvtier.registry import connect as connect_url
 from kvtier.tiers.disk.files import FileSystem
 from kvtier.tiers.memory import ArenaHandle
 from kvtier.tiers.owned_memory import Region
+from kvtier.tiers.window import Window
 from kvtier.types import (
     Blocks,
     ChunkKey,
@@ -97,6 +98,11 @@ class Cache:
     def arena(self) -> memoryview:
         """The arena's memory, for workers in this process; valid until ``close``."""
         return self._medium.arena.memory
+
+    @property
+    def window(self) -> Window:
+        """What is lent to the cache, for workers in this process."""
+        return self._medium.dram.window
 
     @property
     def arena_handle(self) -> ArenaHandle:

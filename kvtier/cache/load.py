@@ -8,7 +8,7 @@
 
 DRAM chunks are pinned when the load begins. Chunks of lower tiers are brought up a few at a time,
 so a load may be larger than the room in DRAM; those on disk are pinned there meanwhile. A piece
-gives its pins back when it is complete.
+gives its pins back when it is complete; one that others lend counts if they are there then.
 """
 
 from __future__ import annotations
@@ -314,8 +314,9 @@ class Load:
     ) -> None:
         for piece in pieces:
             piece.plans_out -= 1
-            if reason is not None:
-                self._fail_from(self._pieces.index(piece), reason)
+            lost = piece.record is None or not self._context.dram.intact(piece.record)
+            if why := reason or (MissReason.UNAVAILABLE if lost else None):
+                self._fail_from(self._pieces.index(piece), why)
         if reason is None:
             for piece, shard, some in sections:
                 piece.arrive(shard, some)

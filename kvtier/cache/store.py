@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvtier.cache.below.remote_room import RemoteRoom
+from kvtier.cache.below.remotes import Remotes
 from kvtier.cache.below.writeout import Writeout
 from kvtier.cache.planner import ChunkShape, shard_writers, store_moves
 from kvtier.cache.plans import OpenPlans
@@ -47,7 +48,8 @@ class Storer:
     """Reserves room, orders stores, settles them. Used under the cache's lock.
 
     ``codec`` is the configured one; ``disk_codec`` packs a second time what is written to disk;
-    None: disk takes what DRAM has.
+    None: disk takes what DRAM has. What lies ``afar`` needs no store, where DRAM keeps nothing;
+    None: what is stored belongs in DRAM.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Storer:
         events: EventLog | None,
         spans: Spans | None,
         tenancy: Tenancy,
+        afar: Remotes | None,
     ) -> None:
         self._dram = dram
         self._disk = disk
@@ -81,6 +84,7 @@ class Storer:
         self._events = events
         self._spans = spans
         self._tenancy = tenancy
+        self._afar = afar
         self.inflight_count = 0
         self._staging_count = 0
 
@@ -161,7 +165,9 @@ class Storer:
                 return True
             self._dram.leave(record)  # It came from a disk that had lost a shard of it.
         below = self._disk.find(key) if self._disk is not None else None
-        return below is not None and shape.layouts.keys() == set(below[1])
+        if below is not None and shape.layouts.keys() == set(below[1]):
+            return True
+        return self._afar is not None and self._afar.look(key) == shape.layouts.keys()
 
     def _reserve(self, sequence: Sequence, chunk: int, shape: ChunkShape) -> DramRecord | None:
         if self.inflight_count >= STORE_CHUNKS_INFLIGHT_MAX:

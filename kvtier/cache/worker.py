@@ -30,6 +30,7 @@ from kvtier.codecs.gpu import (
 from kvtier.codecs.known import KnownCodecs
 from kvtier.errors import CodecError, KVTierError
 from kvtier.interfaces import Clock, PagedPool
+from kvtier.tiers.window import Window
 from kvtier.types import Direction, MissReason, Move, Moved, Part, Placement, Plan, Result
 
 _log = logging.getLogger("kvtier.worker")
@@ -50,11 +51,17 @@ class CacheWorker:
         arena: memoryview,
         *,
         codecs: KnownCodecs | None = None,
+        window: Window | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """``codecs`` are the cache's where it is in this process: it knows calibrations."""
+        """Where the cache is in this process, ``codecs`` and ``window`` are its own.
+
+        The one knows calibrations; through the other pools in the host's memory are filled from
+        memory that is lent to the cache.
+        """
         self._placement = placement
         self._arena = arena
+        self._window = window
         self._clock = clock or SystemClock()
         self._pool: PagedPool | None = None
         self._asked_to_pin = False
@@ -79,6 +86,8 @@ class CacheWorker:
         self._pool = pool
         self._movers = {}
         self._cuda = _on_cuda(pool)
+        if self._window is not None:  # A device copies from what is page-locked alone.
+            self._window.open(self._placement.worker, reads=not self._cuda)
         if not self._asked_to_pin and self._cuda:
             from kvtier_kernels import pinned
 
@@ -188,8 +197,11 @@ class CacheWorker:
         return Result(plan.plan_id, worker, False, MissReason.WORKER, "it was interrupted")
 
     def _shipment(self, move: Move) -> Shipment:
-        start = move.slot.offset + move.payload_offset
-        payload = self._arena[start : move.slot.offset + move.slot.nbytes]
+        slot = move.slot
+        if self._window is not None and self._window.holds_slot(slot):
+            payload = self._window.view(slot)[move.payload_offset :]
+        else:
+            payload = self._arena[slot.offset + move.payload_offset : slot.offset + slot.nbytes]
         return Shipment(self._codecs.get(move.codec), move, payload)
 
     def _ship(self, plan: Plan, after: Any, *, in_turns: bool) -> Generator[Wait, None, bool]:

@@ -77,6 +77,7 @@ class TierCounters:
     hit_tokens: int = 0
     miss_tokens: Counter[MissReason] = field(default_factory=Counter)
     read_bytes: int = 0
+    lent_bytes: int = 0  # Of the bytes read, those that were used where they lay, without a copy.
     written_bytes: int = 0
     read_latency: Histogram = field(default_factory=Histogram)
     write_latency: Histogram = field(default_factory=Histogram)

@@ -313,7 +313,11 @@ class EngineDouble:
 
     def _worker(self, rank: RankPool) -> CacheWorker:
         worker = CacheWorker(
-            rank.placement, self.cache.arena, codecs=self.cache.codecs, clock=self._clock
+            rank.placement,
+            self.cache.arena,
+            codecs=self.cache.codecs,
+            window=self.cache.window,
+            clock=self._clock,
         )
         worker.register_pool(rank.pool)
         return worker

@@ -21,6 +21,7 @@ from kvtier.interfaces import Clock, EvictionPolicy
 from kvtier.tiers.arena import Arena
 from kvtier.tiers.coldest import coldest_first
 from kvtier.tiers.index import Record, State, TierIndex
+from kvtier.tiers.window import Window
 from kvtier.types import ChunkKey, Entry, Features, ShardId, Slot
 
 PolicyFactory = Callable[[int, Callable[[ChunkKey], bool]], EvictionPolicy]
@@ -58,6 +59,8 @@ class DramTier:
         whose part of the arena its chunks lie.
         """
         self.arena = arena
+        #: Where what others lend is read, without a copy in the arena.
+        self.window = Window(arena.capacity_bytes)
         self.index: TierIndex[Slot] = TierIndex(self._reclaim)
         self._policy = policy(arena.capacity_bytes, self.index.pinned)
         self._keeps = keeps
@@ -86,8 +89,7 @@ class DramTier:
         pinned leaves no room. The caller ends with ``commit`` or ``abort``.
         """
         assert self.index.get(entry.key) is None, "reserved twice"
-        now = self._clock.now()
-        victims = self._policy.admit(entry, now)
+        victims = self._policy.admit(entry, self._clock.now())
         if victims is None:
             return None
         for victim in victims:
@@ -96,13 +98,33 @@ class DramTier:
         if places is None:
             self._policy.remove(entry.key)
             return None
-        record = DramRecord(entry, namespace, codec, places)
-        self.index.add(record)
-        self.index.pin(record)
-        self._touched[entry.key] = now
-        for slot in places.values():
-            self._owners[slot.offset] = record
-        return record
+        return self._filling(DramRecord(entry, namespace, codec, places))
+
+    def borrow(
+        self, entry: Entry, namespace: bytes, codec: str, sizes: Mapping[ShardId, int]
+    ) -> DramRecord | None:
+        """Return a filling record, pinned once, whose slots lie in the window; None: it is full.
+
+        It takes nothing of the arena, and never becomes ready: the caller ends with ``abort``
+        whatever comes of it, and whoever has pinned it by then reads on until it lets go.
+        """
+        assert self.index.get(entry.key) is None, "borrowed while it is here"
+        places: dict[ShardId, Slot] = {}
+        for shard, nbytes in sizes.items():
+            slot = self.window.reserve(nbytes)
+            if slot is None:
+                for taken in places.values():
+                    self.window.free(taken)
+                return None
+            places[shard] = slot
+        return self._filling(DramRecord(entry, namespace, codec, places))
+
+    def intact(self, record: DramRecord) -> bool:
+        """Tell whether what was read of a record before was what had been verified.
+
+        Always, but for what is lent: whoever lent it may be gone.
+        """
+        return self.window.intact(record.places.values())
 
     def commit(self, record: DramRecord) -> None:
         """Let readers have a filled record, and drop the filler's pin."""
@@ -159,13 +181,23 @@ class DramTier:
         """Raise ``AssertionError`` where index, arena and owners do not agree."""
         self.index.check_integrity()
         self.arena.check_integrity()
+        self.window.check_integrity()
         held = {slot.offset for record in self.index for slot in record.places.values()}
         lost = [o for o in held if o not in self._owners]
-        given = {o for slab in self.arena.slabs() for o in slab.used}
+        given = {o for slab in self.arena.slabs() for o in slab.used} | self.window.offsets
         if lost or given != set(self._owners):
             raise AssertionError("slots given out are not those that records hold")
         if set(self._touched) != {record.entry.key for record in self.index}:
             raise AssertionError("touch times are kept for other chunks than those held")
+
+    def _filling(self, record: DramRecord) -> DramRecord:
+        """Take in a record that is to be filled, and pin it for whoever does."""
+        self.index.add(record)
+        self.index.pin(record)
+        self._touched[record.entry.key] = self._clock.now()
+        for slot in record.places.values():
+            self._owners[slot.offset] = record
+        return record
 
     def _stays(self, key: ChunkKey) -> bool:
         return self.index.pinned(key) or self._keeps(key)
@@ -181,7 +213,10 @@ class DramTier:
     def _reclaim(self, record: DramRecord) -> None:
         for slot in record.places.values():
             del self._owners[slot.offset]
-            self.arena.free(slot)
+            if self.window.holds_slot(slot):
+                self.window.free(slot)
+            else:
+                self.arena.free(slot)
 
     def _place(
         self, entry: Entry, sizes: Mapping[ShardId, int], owner: bytes

@@ -157,8 +157,8 @@ def test_a_bad_option_is_named_with_what_is_allowed(arguments: list[str], parts:
         (["--no-cache", "--dram", "1GiB"], ["--no-cache", "--dram"]),
         (["--no-cache", "--codec", "raw"], ["--no-cache", "--codec"]),
         (["--chunk-tokens", "100"], ["--chunk-tokens 100", "--block-tokens 16"]),
-        (["--disk", "/d", "--dram", "0"], ["--disk", "--dram"]),
-        (["--dram", "0"], ["--dram 0", "--no-cache"]),
+        (["--dram", "0"], ["--dram 0", "--remote URL", "--disk PATH", "--no-cache"]),
+        (["--dram", "0", "--disk", "/d", "--disk-mode", "back"], ["--dram 0", "'back'", "through"]),
         (["--dram", "1MiB"], ["--dram 1 MiB", "64 MiB"]),
         (["--disk-bytes", "1GiB"], ["--disk-bytes", "--disk PATH"]),
         (["--disk-mode", "back"], ["--disk-mode", "--disk PATH"]),
@@ -335,7 +335,7 @@ def test_remotes_may_be_several_and_are_not_shown() -> None:
         ("--remote-bytes", "1GiB"),
         ("--remote-mode", "back"),
         ("--remote", "memory://a", "--no-cache"),
-        ("--remote", "memory://a", "--dram", "0"),
+        ("--remote", "memory://a", "--dram", "0", "--remote-mode", "back"),
     ],
 )
 def test_remotes_that_cannot_be_are_refused(arguments: tuple[str, ...]) -> None:

@@ -18,19 +18,20 @@ from kvtier.errors import (
     ConnectorRefusedError,
     ConnectorUnavailableError,
 )
-from kvtier.interfaces import ReadOutcome
+from kvtier.interfaces import LendOutcome, ReadOutcome
 from kvtier.types import ReadRequest, WriteItem
 from kvtier.wire import Contains, Data, Delete, Done, Found, Message, Read, Status, Write
 from kvtier_connectors.server.errors import failure
 from kvtier_connectors.server.line import Line
 from kvtier_connectors.server.settings import Settings, parse_url
-from kvtier_connectors.server.shared import NotSharedError, SharedPath
+from kvtier_connectors.server.shared import LeasedLoan, NotSharedError, SharedPath
 
 T = TypeVar("T")
 
 #: Keys of one request, so that its header fits whatever their length.
 _KEYS_BYTES_MAX: Final = 48 * 1024
 _KEY_OVERHEAD_BYTES: Final = 8
+_NOT_SHARED: Final = ConnectorRefusedError("the server shares no memory with us")
 
 
 class ServerConnector:
@@ -66,6 +67,16 @@ class ServerConnector:
         """Fill the buffers. A range that ends behind the object gives what there is of it."""
         pairs = zip(requests, into, strict=True)
         return await _gathered([self._read(request, buffer) for request, buffer in pairs])
+
+    async def lend(self, keys: Sequence[bytes]) -> list[LendOutcome]:
+        """Lease whole objects where they lie; refused where the server shares nothing with us."""
+        lent: list[LeasedLoan] = []
+        try:
+            return await _gathered([self._lend(bytes(key), lent) for key in keys])
+        except BaseException:
+            for loan in lent:
+                loan.release()
+            raise
 
     async def write(self, items: Sequence[WriteItem]) -> list[ConnectorError | None]:
         """Store whole objects."""
@@ -113,6 +124,20 @@ class ServerConnector:
         if answer.status is Status.ABSENT:
             return None
         return came if answer.status is Status.OK else failure(answer.status, answer.text)
+
+    async def _lend(self, key: bytes, lent: list[LeasedLoan]) -> LendOutcome:
+        if fault := _unfit(key, 0):
+            return fault
+        try:
+            line = await self._line()
+            loan = await self._shared.lend(line, key) if line.shares else _NOT_SHARED
+        except NotSharedError as error:
+            return ConnectorRefusedError(str(error))
+        except ConnectorError as error:
+            return error.with_traceback(None)
+        if isinstance(loan, LeasedLoan):
+            lent.append(loan)
+        return loan
 
     async def _write(self, item: WriteItem) -> ConnectorError | None:
         key, data = bytes(item.key), item.data.cast("B")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
+
 from kvtier.errors import ConnectorDataError, ConnectorError, ConnectorUnavailableError
 from kvtier.interfaces import ReadOutcome
 from kvtier.wire import Done, Lease, Leased, Message, Status, Take
@@ -15,6 +18,32 @@ class NotSharedError(ConnectorError):
     """Not through shared memory, that is; by the socket it may be."""
 
 
+class LeasedLoan:
+    """A ``Loan``: an object that is leased on a line, in the server's mapping."""
+
+    def __init__(self, line: Line, number: int, view: memoryview) -> None:
+        """The lease of that number becomes ours to end. Made in the line's loop."""
+        self._line = line
+        self._number = number
+        self._loop = asyncio.get_running_loop()
+        self._view = view
+
+    @property
+    def view(self) -> memoryview:
+        """Its bytes; the mapping stays as long as anybody has them."""
+        return self._view
+
+    @property
+    def holds(self) -> bool:
+        """True while the server has not hung up: before, it lets go of nothing."""
+        return self._line.holds
+
+    def release(self) -> None:
+        """Have the line end the lease. Where the loop has ended, so has the line."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._line.release, self._number)
+
+
 class SharedPath:
     """One connector's way through shared memory. Belongs to its loop."""
 
@@ -26,14 +55,9 @@ class SharedPath:
 
         Raises ``NotSharedError``, or another ``ConnectorError`` of the line.
         """
-        number = line.number()
-        leased, _ = await line.ask(Lease(number, key), number)
-        if not isinstance(leased, Leased):
-            raise ConnectorDataError(f"an answer of another kind: {type(leased).__name__}")
-        if leased.status is Status.ABSENT:
+        leased = await _leased(line, key)
+        if leased is None:
             return None
-        if leased.status is not Status.OK:
-            raise NotSharedError(leased.text)
         try:
             view = await self._view(leased)
             data = view[offset : offset + len(into)]
@@ -42,7 +66,18 @@ class SharedPath:
                 raise ConnectorUnavailableError("the server has gone while its memory was read")
             return len(data)
         finally:
-            line.release(number)
+            line.release(leased.request)
+
+    async def lend(self, line: Line, key: bytes) -> LeasedLoan | None:
+        """Lease an object, and leave it where it is; None: there is none. Raises as ``read``."""
+        leased = await _leased(line, key)
+        if leased is None:
+            return None
+        try:
+            return LeasedLoan(line, leased.request, await self._view(leased))
+        except BaseException:
+            line.release(leased.request)
+            raise
 
     async def write(self, line: Line, key: bytes, data: memoryview) -> Message:
         """Stage an object and have the server take it; return its answer.
@@ -77,3 +112,16 @@ class SharedPath:
         if len(view) != leased.nbytes:
             raise ConnectorDataError("an object that ends behind its file")
         return view
+
+
+async def _leased(line: Line, key: bytes) -> Leased | None:
+    """Lease an object, which is the caller's to release by its number; None: there is none."""
+    number = line.number()
+    leased, _ = await line.ask(Lease(number, key), number)
+    if not isinstance(leased, Leased):
+        raise ConnectorDataError(f"an answer of another kind: {type(leased).__name__}")
+    if leased.status is Status.ABSENT:
+        return None
+    if leased.status is not Status.OK:
+        raise NotSharedError(leased.text)
+    return leased

@@ -74,7 +74,8 @@ class Below:
         brought up again: ``done``, the last one first.
         """
         keys = iter(done)
-        while (fill := self.filler.start(source, sequence.layout, deadline)) is None:
+        how = (source, sequence.layout, deadline, sequence.workers or ())
+        while (fill := self.filler.start(*how)) is None:
             if not self._dram.give_way(keys, self._reachable):
                 return None
         return fill

@@ -11,12 +11,13 @@ from kvtier.cache.executor import Fault
 from kvtier.cache.shapes import Shapes
 from kvtier.cache.worth.costs import Costs
 from kvtier.cache.worth.transfer import Transfer
+from kvtier.constants import LENT_BYTES_MAX
 from kvtier.errors import DeadlineError, TierError
-from kvtier.interfaces import Clock
+from kvtier.interfaces import Clock, Loan
 from kvtier.obs.counters import Counters
 from kvtier.tiers.arrival import Expected
 from kvtier.tiers.dram import DramRecord, DramTier
-from kvtier.types import ChunkKey, Entry, KVLayout, MissReason, ShardId, Tier
+from kvtier.types import ChunkKey, Entry, KVLayout, MissReason, Placement, ShardId, Tier
 
 #: Called without the lock with a shard and how many of its first sections may be used.
 Progress = Callable[[ShardId, int], None]
@@ -24,6 +25,14 @@ Progress = Callable[[ShardId, int], None]
 
 class UnwantedError(TierError):
     """Nobody waits for a chunk any more, so the rest of it was not read."""
+
+
+class ObjectGoneError(FileNotFoundError):
+    """An object that a lower tier was said to hold is not there."""
+
+
+class NotLentError(TierError):
+    """A chunk that was to be read where it lies has to be copied."""
 
 
 class Hold(Protocol):
@@ -38,7 +47,7 @@ class Origin(NamedTuple):
     """A chunk in a lower tier. ``shards`` are those that lie there; perhaps not all it has.
 
     ``place`` tells apart those that have one tier. ``stored_bytes`` are what is read of it, where
-    that is not what it takes in DRAM.
+    that is not what it takes in DRAM. What is ``lendable`` may be read where it lies.
     """
 
     tier: Tier
@@ -50,6 +59,7 @@ class Origin(NamedTuple):
     codec: str
     shards: Collection[ShardId]
     stored_bytes: int | None = None
+    lendable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +67,16 @@ class Arriving:
     """Where a fill's bytes go: a slot for each shard, what it must be, whom to tell.
 
     The slots are the source's until its work has ended. ``wanted`` turns false when nobody waits
-    any more; a source may then leave off with an ``UnwantedError``.
+    any more; a source may then leave off with an ``UnwantedError``. Without slots, what it brings
+    are not bytes but loans of the shards, as long as those are expected to be, handed to ``lend``
+    before any progress; where it cannot, that is a ``NotLentError``.
     """
 
     slots: dict[ShardId, memoryview]
     expected: dict[ShardId, Expected]
     progress: Progress
     wanted: Callable[[], bool]
+    lend: Callable[[ShardId, Loan], None]
 
 
 class Source(Protocol):
@@ -108,7 +121,8 @@ class Fill:
 
     Whoever uses the record pins it for itself; the fill keeps its own pin until its I/O has
     ended, also after its deadline, so no slot is given away while anything may write to it.
-    ``followers`` is how many wait for it; without any, what is not begun is not read.
+    ``followers`` is how many wait for it; without any, what is not begun is not read. What is
+    ``lent`` is in nobody's reach but theirs: it does not stay once they have done with it.
     """
 
     record: DramRecord
@@ -120,6 +134,7 @@ class Fill:
     deadline: float
     failure: MissReason | None = None
     followers: int = 1
+    lent: bool = False
 
     def leave(self) -> None:
         """Wait for it no more; once for each ``start`` and ``follow``."""
@@ -143,8 +158,14 @@ class Filler:
         costs: Costs,
         on_filled: Callable[[Fill, KVLayout], None],
         on_end: Callable[[Fill, float], None] | None = None,
+        lend_to: Collection[Placement] = (),
     ) -> None:
+        """What may be read where it lies is left there for the workers of ``lend_to``.
+
+        Without any, all that comes up is copied, to stay in DRAM.
+        """
         self._dram = dram
+        self._lend_to = lend_to
         self._shapes = shapes
         self._lock = lock
         self._counters = counters
@@ -166,30 +187,43 @@ class Filler:
             fill.followers += 1
         return fill
 
-    def start(self, source: Source, layout: KVLayout, deadline: float) -> Fill | None:
-        """Read a chunk into DRAM until ``deadline``, followed by the caller.
+    def start(
+        self,
+        source: Source,
+        layout: KVLayout,
+        deadline: float,
+        workers: Collection[Placement] = (),
+    ) -> Fill | None:
+        """Read a chunk into DRAM until ``deadline``, or borrow it; followed by the caller.
 
-        None: no room beside what is pinned.
+        ``workers`` are those that it is for, where that are not the cache's. None: no room beside
+        what is pinned, or lent.
         """
         origin = source.origin
         shape = self._shapes.of(layout, origin.position, origin.codec)
         # What lies below may lack shards of the chunk; what comes into DRAM then lacks them too.
         sizes = {shard: size for shard, size in shape.sizes.items() if shard in origin.shards}
         entry = Entry(origin.key, origin.parent, sum(sizes.values()), origin.position)
-        record = self._dram.reserve(entry, origin.namespace, origin.codec, sizes)
+        lent = self._lent(origin, entry.nbytes, workers)
+        make_room = self._dram.borrow if lent else self._dram.reserve
+        record = make_room(entry, origin.namespace, origin.codec, sizes)
         if record is None:
             return None
         verified = dict.fromkeys(sizes, 0)
         now = self._clock.now()
         geometries = {shard: shape.geometries[shard] for shard in sizes}
         transfer = Transfer(self._costs.link(origin.tier), geometries, now)
-        fill = Fill(record, source, source.hold(), verified, transfer, now, deadline)
+        fill = Fill(record, source, source.hold(), verified, transfer, now, deadline, lent=lent)
         self._running[entry.key] = fill
 
         def progress(shard: ShardId, sections: int) -> None:
             with self._lock:
                 verified[shard] = sections
                 transfer.progress(shard, sections, self._clock.now())
+
+        def lend(shard: ShardId, loan: Loan) -> None:
+            with self._lock:
+                self._dram.window.lend(record.places[shard], loan)
 
         expected = {
             shard: Expected(
@@ -202,16 +236,24 @@ class Filler:
             )
             for shard in sizes
         }
-        slots = {shard: self._dram.arena.view(slot) for shard, slot in record.places.items()}
+        own = {} if lent else record.places
+        slots = {shard: self._dram.arena.view(slot) for shard, slot in own.items()}
+
+        def wanted() -> bool:
+            return fill.failure is None and fill.followers > 0
+
         source.fetch(
-            Arriving(
-                slots, expected, progress, lambda: fill.failure is None and fill.followers > 0
-            ),
+            Arriving(slots, expected, progress, wanted, lend),
             lambda outcome: self._settle(fill, layout, outcome),
             deadline=deadline,
             late=lambda _: self._end_late(fill),
         )
         return fill
+
+    def _lent(self, origin: Origin, nbytes: int, workers: Collection[Placement]) -> bool:
+        """Tell whether a chunk is to be read where it lies; what is too large for that is not."""
+        fits = bool(self._lend_to) and origin.lendable and nbytes <= LENT_BYTES_MAX
+        return fits and self._dram.window.serves(workers or self._lend_to)
 
     def _settle(self, fill: Fill, layout: KVLayout, outcome: Fault | None) -> None:
         origin = fill.source.origin
@@ -230,10 +272,13 @@ class Filler:
             if fill.failure is None:
                 counters.read_bytes += origin.stored_bytes or fill.record.entry.nbytes
                 counters.read_latency.observe(self._clock.now() - fill.started)
-                self._dram.commit(fill.record)
+                counters.lent_bytes += fill.record.entry.nbytes if fill.lent else 0
             else:
                 counters.corrupt_shards += fill.failure is MissReason.CORRUPT
                 counters.io_errors += fill.failure is MissReason.IO_ERROR
+            if fill.failure is None and not fill.lent:
+                self._dram.commit(fill.record)
+            else:  # What is lent is for those who wait for it now, and then goes back.
                 self._dram.abort(fill.record)
             fill.hold.release()
             self._on_filled(fill, layout)

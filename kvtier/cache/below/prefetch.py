@@ -14,7 +14,7 @@ from kvtier.cache.below.below import Below
 from kvtier.cache.below.fill import Fill
 from kvtier.cache.match import Ready
 from kvtier.cache.tenancy.roots import Roots
-from kvtier.constants import PREFETCH_CHUNKS_INFLIGHT_MAX, PREFETCH_SHARE, PREFETCHES_MAX
+from kvtier.constants import PREFETCH_CHUNKS_INFLIGHT_MAX, PREFETCHES_MAX
 from kvtier.interfaces import Clock
 from kvtier.tiers.dram import DramTier
 
@@ -39,9 +39,13 @@ class _Prefetch:
 class Prefetcher:
     """Owns the prefetches under way, a bounded number. Used under the cache's lock."""
 
-    def __init__(self, dram: DramTier, below: Below, roots: Roots, clock: Clock) -> None:
+    def __init__(
+        self, dram: DramTier, below: Below, roots: Roots, clock: Clock, room_bytes: int
+    ) -> None:
+        """One prefetch takes ``room_bytes`` of DRAM at most; 0: nothing is brought up early."""
         self._dram = dram
         self._below = below
+        self._room_bytes = room_bytes
         self._roots = roots
         self._clock = clock
         self._active: list[_Prefetch] = []
@@ -54,10 +58,9 @@ class Prefetcher:
             for chunk in range(start_token // match.sequence.chunk_tokens, len(match.hits))
             if self._dram.index.get(match.hits[chunk].key) is None
         ]
-        if not chunks or len(self._active) >= PREFETCHES_MAX:
+        if not chunks or not self._room_bytes or len(self._active) >= PREFETCHES_MAX:
             return False
-        room_bytes = int(self._dram.capacity_bytes * PREFETCH_SHARE)
-        self._active.append(_Prefetch(match, deadline, iter(chunks), room_bytes))
+        self._active.append(_Prefetch(match, deadline, iter(chunks), self._room_bytes))
         self.pump()
         return True
 

@@ -144,6 +144,14 @@ class RemoteRoom:
         """Tell whether a chunk is being written to a remote now."""
         return any(uploader.writes(key) for uploader in self._uploaders)
 
+    def waits(self, key: ChunkKey) -> bool:
+        """Tell whether a chunk is still to be written to a remote."""
+        return any(uploader.waits(key) for uploader in self._uploaders)
+
+    def owes(self, key: ChunkKey) -> bool:
+        """Tell whether it is to be written now, to one that takes it."""
+        return any(uploader.owes(key) for uploader in self._uploaders)
+
     def remove(self, key: ChunkKey, shards: Collection[ShardId]) -> None:
         """Have a chunk deleted everywhere, as far as is known what there is of it.
 

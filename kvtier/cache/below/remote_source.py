@@ -8,7 +8,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvtier.cache.below.fill import Arriving, Hold, Origin, UnwantedError
+from kvtier.cache.below.borrowed import Borrowing
+from kvtier.cache.below.fill import (
+    Arriving,
+    Hold,
+    NotLentError,
+    ObjectGoneError,
+    Origin,
+    UnwantedError,
+)
 from kvtier.cache.executor import Executor, Fault
 from kvtier.codecs.opaque import opaque_codec
 from kvtier.constants import REMOTE_STEPS_AHEAD
@@ -41,10 +49,6 @@ class Remote:
     scratch: Scratch = field(default_factory=Scratch)
 
 
-class _NotThereError(FileNotFoundError):
-    """An object that the remote was said to hold is not there."""
-
-
 class NoHold:
     """A remote keeps nothing for anybody: a read may find that a chunk has gone."""
 
@@ -59,9 +63,9 @@ class RemoteSource:
         self._remote = remote
         self._tier = remote.tier
         self._channel = remote.channel
-        self._origin = origin
+        self._origin = origin._replace(lendable=remote.channel.lends and remote.tier.lends)
         self._executor = executor
-        self._fetched: _Fetch | None = None
+        self._fetched: _Fetch | Borrowing | None = None
 
     @property
     def origin(self) -> Origin:
@@ -86,7 +90,12 @@ class RemoteSource:
         late: Callable[[Fault | None], None],
     ) -> None:
         """Read and verify in the channel's loop and threads."""
-        fetch = self._fetched = _Fetch(self._remote, arriving, deadline)
+        fetch: _Fetch | Borrowing
+        if arriving.slots:
+            fetch = _Fetch(self._remote, arriving, deadline)
+        else:
+            fetch = Borrowing(self._channel, arriving, deadline)
+        self._fetched = fetch
         self._executor.watch(self._channel.submit(fetch.run()), done, deadline=deadline, late=late)
 
     def settle(self, outcome: Fault | None) -> MissReason | None:
@@ -105,7 +114,10 @@ class RemoteSource:
         if isinstance(outcome, MissingExtraError | RegistryError):  # What encoded it is not here.
             tier.succeeded()
             return MissReason.CODEC
-        if isinstance(outcome, _NotThereError):
+        if isinstance(outcome, NotLentError):  # Whoever waits has it copied instead.
+            tier.lend_no_more()
+            return MissReason.CANCELLED
+        if isinstance(outcome, ObjectGoneError):
             tier.succeeded()
             tier.lose(origin.key)
             return MissReason.ABSENT
@@ -240,5 +252,5 @@ class _Fetch:
                 raise
             return 0
         if count is None and incoming.needs(part):
-            raise _NotThereError(errno.ENOENT, "no such object")
+            raise ObjectGoneError(errno.ENOENT, "no such object")
         return count or 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvtier.cache.below.disk_room import DiskRoom
 from kvtier.cache.below.opener import save_epochs_everywhere
 from kvtier.cache.below.remote_room import RemoteRoom
@@ -14,6 +16,10 @@ from kvtier.types import ChunkKey, Features, KVLayout
 _FEATURES = Features()
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
 class Rooms:
     """Holds what there is of them; empty at first. Used under the cache's lock."""
 
@@ -21,6 +27,8 @@ class Rooms:
         self._dram_counters = dram_counters
         self.disk: DiskRoom | None = None
         self.remote: RemoteRoom | None = None
+        #: What is done whenever something may have come to where it belongs.
+        self.sweep: Callable[[], None] = _nothing
         self.closed = False
 
     @property
@@ -71,6 +79,18 @@ class Rooms:
             self.remote.note(key, layout, _FEATURES)
         self.pump()
 
+    def waits(self, key: ChunkKey) -> bool:
+        """Tell whether a tier below is still to be given a chunk, now or when it is well again."""
+        disk, remote = self.writeout, self.remote
+        on_disk = disk is not None and disk.waits(key)
+        return on_disk or (remote is not None and remote.waits(key))
+
+    def owes(self, key: ChunkKey) -> bool:
+        """Tell whether one that takes writes is still to be given it."""
+        disk, remote = self.disk, self.remote
+        on_disk = disk is not None and disk.tier.writable() and disk.writeout.waits(key)
+        return on_disk or (remote is not None and remote.owes(key))
+
     def left_dram(self, key: ChunkKey) -> None:
         """Note that a chunk leaves DRAM."""
         self._dram_counters.evicted_chunks += 1
@@ -87,10 +107,12 @@ class Rooms:
             self.disk.writeout.pump()
         if self.remote is not None:
             self.remote.pump()
+        self.sweep()
 
     def tick(self) -> list[str]:
         """Start what is due; return what is to be logged."""
         lines = [room.tick() for room in (self.disk, self.remote) if room is not None]
+        self.sweep()
         return [line for line in lines if line is not None]
 
     def flush(self) -> None:

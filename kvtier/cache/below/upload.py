@@ -113,6 +113,14 @@ class Uploader:
         """Tell whether a chunk is being written now."""
         return key in self._moving
 
+    def waits(self, key: ChunkKey) -> bool:
+        """Tell whether a chunk is still to be written."""
+        return key in self._waiting
+
+    def owes(self, key: ChunkKey) -> bool:
+        """Tell whether it is to be written now: the remote takes it."""
+        return key in self._waiting and self._tier.writable
+
     def left_remote(self, key: ChunkKey) -> None:
         """Note that the remote gave a chunk up."""
         self._admission.left(key, self._clock.now())

@@ -162,6 +162,11 @@ class Writeout:
                 self._staged_count -= 1
             self._end_staged(dirty.staged)
 
+    def waits(self, key: ChunkKey) -> bool:
+        """Tell whether a chunk is still to be written, from what DRAM has of it."""
+        dirty = self._dirty.get(key)
+        return dirty is not None and dirty.staged is None
+
     def left_disk(self, key: ChunkKey) -> None:
         """Note that the disk gave a chunk up."""
         self._admission.left(key, self._clock.now())

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvtier.errors import ConnectorDataError, ConnectorError
+from kvtier.interfaces import LendOutcome, Loan
 from kvtier.types import ReadRequest, WriteItem
 
 
@@ -27,6 +28,14 @@ def checked_writes(items: Sequence[WriteItem], outcomes: object) -> list[Connect
     return [
         outcome if outcome is None or isinstance(outcome, ConnectorError) else _odd(outcome)
         for outcome in _whole(items, outcomes)
+    ]
+
+
+def checked_loans(keys: Sequence[bytes], outcomes: object) -> list[LendOutcome]:
+    """Return for each key a loan, None for a miss, or an error."""
+    return [
+        outcome if outcome is None or isinstance(outcome, ConnectorError | Loan) else _odd(outcome)
+        for outcome in _whole(keys, outcomes)
     ]
 
 

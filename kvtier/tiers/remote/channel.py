@@ -14,7 +14,7 @@ import math
 import random
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack
@@ -35,18 +35,16 @@ from kvtier.errors import (
     ConnectorRefusedError,
     ConnectorTimeoutError,
     ConnectorUnavailableError,
-    KVTierError,
-    TierError,
 )
-from kvtier.interfaces import Clock, Connector, Listable
+from kvtier.interfaces import Clock, Connector, Lending, LendOutcome, Listable
 from kvtier.loops import new_loop
-from kvtier.tiers.remote.answers import checked_found, checked_reads, checked_writes
+from kvtier.tiers.remote.answers import checked_found, checked_loans, checked_reads, checked_writes
 from kvtier.tiers.remote.batches import batch_count
+from kvtier.tiers.remote.boundaries import Fault, listed_boundary, outcome_boundary
 from kvtier.tiers.remote.breaker import retry_delay_s
 from kvtier.types import KeyInfo, ReadRequest, WriteItem
 
 T = TypeVar("T")
-Fault = OSError | KVTierError
 
 _log = logging.getLogger("kvtier.remote")
 
@@ -59,6 +57,7 @@ class _Kind(Enum):
     CONTAINS = "contains"
     READ = "read"
     WRITE = "write"
+    LEND = "lend"
     DELETE = "delete"
 
 
@@ -128,7 +127,7 @@ class Channel:
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T | Fault]:
         """Run a coroutine in the loop; its fault is the future's result, and a bug becomes one."""
-        return asyncio.run_coroutine_threadsafe(_outcome_boundary(work), self._loop)
+        return asyncio.run_coroutine_threadsafe(outcome_boundary(work), self._loop)
 
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Ask which objects are there. An answer that is overdue is given up."""
@@ -145,6 +144,16 @@ class Channel:
         """
         nbytes: int | None = await self._do(_Kind.READ, (request, into), request.nbytes, deadline)
         return nbytes
+
+    @property
+    def lends(self) -> bool:
+        """Tell whether the connector may lend what it holds, to be read where it lies."""
+        return isinstance(self._connector, Lending)
+
+    async def lend(self, keys: Sequence[bytes], *, deadline: float) -> list[LendOutcome]:
+        """Borrow objects, one outcome per key; a loan is the caller's to release."""
+        outcomes: list[LendOutcome] = await self._do(_Kind.LEND, keys, len(keys), deadline)
+        return outcomes
 
     async def write(self, item: WriteItem, *, deadline: float) -> None:
         """Store an object whole. Its data is the connector's until this returns."""
@@ -190,7 +199,7 @@ class Channel:
     async def listing(self, prefix: bytes, objects_max: int) -> list[KeyInfo]:
         """Return what is there. Raises ``ConnectorRefusedError`` beyond ``objects_max``."""
         assert isinstance(self._connector, Listable), "a connector that cannot list"
-        return await _listed_boundary(self._connector, prefix, objects_max)
+        return await listed_boundary(self._connector, prefix, objects_max)
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run what takes a while, in a thread."""
@@ -320,6 +329,10 @@ class Channel:
             items = [job.payload for job in jobs]
             return checked_writes(items, await connector.write(items))
         keys = [key for job in jobs for key in job.payload]
+        if kind is _Kind.LEND:
+            assert isinstance(connector, Lending), "a connector that lends nothing"
+            lent = iter(checked_loans(keys, await connector.lend(keys)))
+            return [[next(lent) for _ in job.payload] for job in jobs]
         if kind is _Kind.DELETE:
             await connector.delete(keys)
             return [None for _ in jobs]
@@ -368,31 +381,3 @@ async def _nothing() -> None:
 
 async def _opened(connect: Callable[[], Connector]) -> Connector:
     return connect()
-
-
-async def _listed_boundary(connector: Listable, prefix: bytes, objects_max: int) -> list[KeyInfo]:
-    found: list[KeyInfo] = []
-    try:
-        async for info in connector.list(prefix):
-            if len(found) >= objects_max:
-                raise ConnectorRefusedError(f"more than {objects_max} objects are there")
-            found.append(info)
-    except KVTierError:
-        raise
-    # As with calls: it must not raise.
-    except Exception as error:
-        raise ConnectorUnavailableError(f"listing raised {type(error).__name__}") from error
-    return found
-
-
-async def _outcome_boundary(work: Awaitable[T]) -> T | Fault:
-    try:
-        return await work
-    except (OSError, KVTierError) as error:
-        return error
-    # Whoever waits for the outcome would wait for ever.
-    except Exception as error:
-        _log.exception("remote work failed")
-        failure = TierError(f"remote work failed: {error!r}")
-        failure.__cause__ = error
-        return failure

@@ -123,11 +123,11 @@ class Incoming:
     def _open(self, data: memoryview) -> None:
         _, encoded = first_bytes(data)
         if not encoded:
-            _raise_for_other_codec(parse_header(data), self._expected)
+            raise_for_other_codec(parse_header(data), self._expected)
             self._sealed = Arrival(self._slot, self._expected)
             return
         stored = parse_stored(data)
-        _raise_for_other_codec(stored.header, self._expected)
+        raise_for_other_codec(stored.header, self._expected)
         # From here on the length is known to be no more than the slot's.
         check_expected(stored.header, self._expected)
         self.stored_bytes = stored.stored_bytes
@@ -146,7 +146,7 @@ class Incoming:
         self._come = end
 
 
-def _raise_for_other_codec(header: ShardHeader, expected: Expected) -> None:
+def raise_for_other_codec(header: ShardHeader, expected: Expected) -> None:
     """Tell the right chunk in another codec, which has other sizes, from a wrong one."""
     same = (header.chunk, header.shard, header.namespace) == (
         expected.chunk,

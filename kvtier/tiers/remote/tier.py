@@ -5,10 +5,11 @@ Decides under the cache's lock; ``Channel`` does, without it.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import OrderedDict
 
-from kvtier.constants import LATE_JOBS_MAX, REMOTE_CODECS_MAX, REMOTE_KNOWN_CHUNKS_MAX
+from kvtier.constants import LATE_JOBS_MAX, LEND_PAUSE_S, REMOTE_CODECS_MAX, REMOTE_KNOWN_CHUNKS_MAX
 from kvtier.errors import (
     ConnectorRefusedError,
     ConnectorTimeoutError,
@@ -50,6 +51,7 @@ class RemoteTier:
         #: What was written there for tenants since the start.
         self.written = Written(REMOTE_KNOWN_CHUNKS_MAX)
         self._clock = clock
+        self._lends_from = -math.inf
         self._asked = Asked(there_s=ttl_s, absent_s=absent_s, chunks_max=REMOTE_KNOWN_CHUNKS_MAX)
         self._spoiled: OrderedDict[ChunkKey, None] = OrderedDict()
         self._codecs: OrderedDict[bytes, str] = OrderedDict()
@@ -67,6 +69,15 @@ class RemoteTier:
     def writable(self) -> bool:
         """True when a write may be started now."""
         return self.answers and (self.holdings is None or self.holdings.listed)
+
+    @property
+    def lends(self) -> bool:
+        """True where what lies there may be asked for as a loan: encoded, it would be of no use."""
+        return not self.shrinks and self._clock.now() >= self._lends_from
+
+    def lend_no_more(self) -> None:
+        """Note that it did not lend what was asked for: for a while that is copied."""
+        self._lends_from = self._clock.now() + LEND_PAUSE_S
 
     @property
     def state(self) -> tuple[str, str]:
