@@ -38,6 +38,7 @@ KEYED_INFLIGHT_MAX: Final = 32
 KEYED_INFLIGHT_BYTES: Final = 64 * MIB
 KEYED_ORDER_MAX: Final = 16
 KEYED_FETCH_BYTES_MAX: Final = 16 * MIB
+CONVOY_STIR_PAYLOADS: Final = 8
 KEYED_TRANSFERS_MAX: Final = 256
 
 # DRAM arena.
@@ -178,6 +179,9 @@ UPLOADS_WAITING_MAX: Final = 4096
 UPLOAD_CHUNKS_MAX: Final = 16
 UPLOAD_JOBS_MAX: Final = 2
 UPLOAD_TRIES_MAX: Final = 3
+# Chunks waiting to be deleted in a remote, and in one call. Beyond it they are not let go yet.
+DELETIONS_WAITING_MAX: Final = 65_536
+DELETION_CHUNKS_MAX: Final = 256
 PREFETCHES_MAX: Final = 64
 PREFETCH_CHUNKS_INFLIGHT_MAX: Final = 4
 # Of DRAM, what one prefetch takes at most.
@@ -230,6 +234,9 @@ WIRE_BYTES_PER_S_MIN: Final = 256 * KIB
 # The cache server: connections and what may be under way, of one and of all.
 DAEMON_CONNECTIONS_MAX: Final = 256
 DAEMON_REQUESTS_MAX: Final = 256
+# Connections that are let in before others' turn, and those that may shake hands at a time.
+DAEMON_ACCEPTS_MAX: Final = 64
+DAEMON_HANDSHAKES_MAX: Final = 256
 # Of the requests that a connection sends in one go, those that are answered before others' turn.
 DAEMON_AT_ONCE_MAX: Final = 16
 DAEMON_CONNECTION_BYTES_MAX: Final = 64 * MIB

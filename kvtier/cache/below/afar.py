@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Sequence
-from typing import Final
 
+from kvtier.cache.below.deletions import Deletions
 from kvtier.cache.below.remote_source import Remote
 from kvtier.constants import GIVE_WAY_ROWS_MAX
-from kvtier.keys import shard_key
-from kvtier.types import ChunkKey, ShardId
-
-#: The shard of a chunk that has but one.
-_ONLY: Final = ShardId(0, 0, 0)
+from kvtier.types import ChunkKey
 
 
 class InRemotes:
     """An ``Afar`` over all remotes of a cache. Used under the cache's lock."""
 
-    def __init__(self, remotes: Sequence[Remote], writes: Callable[[ChunkKey], bool]) -> None:
+    def __init__(
+        self,
+        remotes: Sequence[Remote],
+        deletions: Sequence[Deletions],
+        writes: Callable[[ChunkKey], bool],
+    ) -> None:
         """``writes`` tells of a chunk that is being written to any of them now."""
         self._remotes = remotes
+        self._deletions = deletions
         self._writes = writes
 
     def bytes_of(self, root: bytes) -> int:
@@ -38,25 +40,17 @@ class InRemotes:
         return any(remote.tier.written.get(key) is not None for remote in self._remotes)
 
     def leave(self, key: ChunkKey) -> int:
-        """See ``Afar.leave``."""
-        if self._writes(key):
+        """See ``Afar.leave``. While too much is to be deleted it stays, and counts."""
+        if self._writes(key) or any(deletions.full for deletions in self._deletions):
             return 0
         freed = 0
-        for remote in self._remotes:
+        for remote, deletions in zip(self._remotes, self._deletions, strict=True):
             chunk = remote.tier.written.get(key)
             if chunk is not None:
                 freed += chunk.nbytes
-                delete_from(remote, key)
+                deletions.add(key)
         return freed
 
-
-def delete_from(remote: Remote, key: ChunkKey, shards: Collection[ShardId] = ()) -> None:
-    """Have a chunk deleted in a remote, as far as is known what there is of it; unconfirmed.
-
-    ``shards`` are some that it may have there.
-    """
-    written = remote.tier.written.get(key)
-    known = (remote.tier.shards(key) or (), written.shards if written else (), shards, (_ONLY,))
-    remote.tier.lose(key)
-    objects = [shard_key(key, shard) for shard in sorted(set().union(*known))]
-    remote.channel.submit(remote.channel.delete(objects))
+    def going_bytes_of(self, root: bytes) -> int:
+        """See ``Afar.going_bytes_of``."""
+        return sum(deletions.bytes_of(root) for deletions in self._deletions)

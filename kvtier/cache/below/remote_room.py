@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import threading
@@ -11,7 +12,8 @@ from functools import partial
 from typing import NamedTuple
 
 from kvtier.admission.budget import Budgeted, WriteBudget
-from kvtier.cache.below.afar import InRemotes, delete_from
+from kvtier.cache.below.afar import InRemotes
+from kvtier.cache.below.deletions import Deletions
 from kvtier.cache.below.encoder import ChunkEncoder, named_encoder
 from kvtier.cache.below.remote_epochs import RemoteEpochs, await_remotes, tell_last, tell_remotes
 from kvtier.cache.below.remote_source import Remote
@@ -36,6 +38,8 @@ from kvtier.tiers.remote.channel import Channel
 from kvtier.tiers.remote.holdings import Holdings, PolicyFactory
 from kvtier.tiers.remote.tier import RemoteTier
 from kvtier.types import ChunkKey, Features, KVLayout, ShardId, Tier
+
+_log = logging.getLogger("kvtier.remote")
 
 
 class RemoteRoom:
@@ -69,13 +73,14 @@ class RemoteRoom:
                     each.config.capacity_bytes, each.policy, clock, partial(self._left, number)
                 )
         work = (dram, executor, lock, counters, clock, shapes)
+        self._deletions = [Deletions(remote, executor, lock) for remote in remotes]
         self._uploaders = [
-            Uploader(remote, *work, each.config.mode, each.admission, each.encoder)
-            for remote, each in zip(remotes, opened, strict=True)
+            Uploader(remote, deletions, *work, each.config.mode, each.admission, each.encoder)
+            for remote, deletions, each in zip(remotes, self._deletions, opened, strict=True)
         ]
         self.remotes = Remotes(remotes, executor, lock, clock, shapes, codec)
         #: What was put there for tenants.
-        self.afar = InRemotes(remotes, self.writes)
+        self.afar = InRemotes(remotes, self._deletions, self.writes)
         self._lock = lock
         self._epochs = [
             RemoteEpochs(remote, directories + number, epochs, lock, clock, raised)
@@ -152,18 +157,25 @@ class RemoteRoom:
         """Tell whether it is to be written now, to one that takes it."""
         return any(uploader.owes(key) for uploader in self._uploaders)
 
+    @property
+    def deletes(self) -> bool:
+        """True when chunks may be removed: no remote has too much to delete yet."""
+        return not any(deletions.full for deletions in self._deletions)
+
     def remove(self, key: ChunkKey, shards: Collection[ShardId]) -> None:
         """Have a chunk deleted everywhere, as far as is known what there is of it.
 
-        ``shards`` are those that a nearer tier had.
+        ``shards`` are those that a nearer tier had. Only where it ``deletes``.
         """
-        for remote in self.remotes.all:
-            delete_from(remote, key, shards)
+        for deletions in self._deletions:
+            deletions.add(key, shards)
 
     def pump(self) -> None:
         """Start what may be out."""
         for uploader in self._uploaders:
             uploader.pump()
+        for deletions in self._deletions:
+            deletions.pump()
 
     def tick(self) -> str | None:
         """Start what is due; return what is to be logged."""
@@ -183,6 +195,9 @@ class RemoteRoom:
         """Tell what is still to be told, end the connectors; one that hangs is left behind."""
         with self._lock:
             owing = [keeper for keeper in self._epochs if keeper.owing]
+            left = sum(deletions.count for deletions in self._deletions)
+        if left:
+            _log.warning("%d chunks stay in remotes that were to be deleted there", left)
         if owing:
             timeout_s /= 2
             tell_last(owing, self._lock, timeout_s)
@@ -212,6 +227,8 @@ class RemoteRoom:
         self.remotes.check_integrity()
         for uploader in self._uploaders:
             uploader.check_integrity()
+        for deletions in self._deletions:
+            deletions.check_integrity()
 
     def _left(self, number: int, key: ChunkKey) -> None:
         """Note that a remote of ours alone gave a chunk up."""

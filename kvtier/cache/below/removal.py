@@ -19,13 +19,15 @@ def remove(
 ) -> bool:
     """Take a chunk out of sight; under the cache's lock. False: not all of it could go yet.
 
+    So it is as long as a remote has too much to delete.
+
     Files are unlinked in the background. What a write, a fill or a store has under way comes to
     its end first.
     """
     record = dram.index.get(key)
     if record is not None and record.state is State.FILLING:
         return False
-    if room is not None and room.writes(key):
+    if room is not None and (room.writes(key) or not room.deletes):
         return False
     on_disk = disk.ready(key) if disk is not None and room is not None else None
     shards = {shard for held in (record, on_disk) if held is not None for shard in held.places}

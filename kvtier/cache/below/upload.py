@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from kvtier.cache.below.deletions import Deletions
 from kvtier.cache.below.encoder import ChunkEncoder, Shrinkage, describe
 from kvtier.cache.below.remote_source import Remote
 from kvtier.cache.below.upload_job import Outbound, UploadJob, Waiting, sealed
@@ -45,6 +46,7 @@ class Uploader:
     def __init__(
         self,
         remote: Remote,
+        deletions: Deletions,
         dram: DramTier,
         executor: Executor,
         lock: threading.Lock,
@@ -58,6 +60,7 @@ class Uploader:
         """With an ``encoder`` chunks are encoded before room is made for what comes of them."""
         self._remote = remote
         self._tier = remote.tier
+        self._deletions = deletions
         self._dram = dram
         self._executor = executor
         self._lock = lock
@@ -215,6 +218,7 @@ class Uploader:
         """Say what goes there of a chunk that waits, and have it wait no more."""
         key = waiting.entry.key
         self._drop(key)
+        self._deletions.forget(key)
         record = self._dram.index.ready(key)
         assert record is not None, "what waits is ready in DRAM"
         shape = self._shapes.of(waiting.layout, waiting.entry.position, record.codec)

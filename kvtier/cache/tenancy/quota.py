@@ -65,6 +65,10 @@ class Afar(Protocol):
         """Have a chunk deleted; return the bytes that count no more, 0 where it is in use."""
         ...
 
+    def going_bytes_of(self, root: bytes) -> int:
+        """Return the bytes of a root that count no more and are still to be deleted."""
+        ...
+
 
 class NothingAfar:
     """Of a cache without remotes."""
@@ -82,6 +86,10 @@ class NothingAfar:
         return False
 
     def leave(self, key: ChunkKey) -> int:  # noqa: ARG002
+        """Return 0."""
+        return 0
+
+    def going_bytes_of(self, root: bytes) -> int:  # noqa: ARG002
         """Return 0."""
         return 0
 

@@ -38,7 +38,9 @@ class Reclaimer:
     @property
     def waiting_bytes(self) -> int:
         """Bytes that are still to be given back."""
-        return tenant_bytes(self._roots.stale(), self._dram, self._disk, self._afar)
+        stale = self._roots.stale()
+        held = tenant_bytes(stale, self._dram, self._disk, self._afar)
+        return held + sum(map(self._afar.going_bytes_of, stale))
 
     def step(self) -> None:
         """Let the next chunks leave."""

@@ -51,7 +51,8 @@ class Tenants:
         """Return the bytes of a tenant's chunks in DRAM, on disk and in remotes, where they lie.
 
         What a directory held at its opening counts once it is known whose it is; of remotes, what
-        this cache has written since its start. Raises ``ConfigError`` for the empty salt.
+        this cache has written since its start. What is to be deleted there counts no more: see
+        ``reclaimable_bytes``. Raises ``ConfigError`` for the empty salt.
         """
         with self._lock:
             roots = self._roots.of_tenant(tenant_digest(salt))
@@ -59,7 +60,11 @@ class Tenants:
 
     @property
     def reclaimable_bytes(self) -> int:
-        """Bytes of tenants and namespaces of earlier epochs that are still to be given back."""
+        """Bytes of tenants and namespaces of earlier epochs that are still to be given back.
+
+        In remotes they are once these were asked to delete them and raised no fault; connectors
+        tell no more.
+        """
         with self._lock:
             return self._reclaimer.waiting_bytes
 
