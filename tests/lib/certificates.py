@@ -26,12 +26,12 @@ class Authority:
     client_key: Path
     authority_key: ec.EllipticCurvePrivateKey
 
-    def vouch(self, name: str, cert: Path, key_file: Path) -> None:
-        """Write a certificate of this name, and its key."""
+    def vouch(self, name: str, cert: Path, key_file: Path, *, valid_days: int = 1) -> None:
+        """Write a certificate of this name, and its key. It ended where its days are below 0."""
         key = ec.generate_private_key(ec.SECP256R1())
         address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
         leaf = (
-            _builder(_name(name), _name(_AUTHORITY), key)
+            _builder(_name(name), _name(_AUTHORITY), key, valid_days)
             .add_extension(x509.SubjectAlternativeName([address]), critical=False)
             .sign(self.authority_key, hashes.SHA256())
         )
@@ -88,7 +88,7 @@ def _name(text: str) -> x509.Name:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, valid_days: int = 1
 ) -> x509.CertificateBuilder:
     now = dt.datetime.now(dt.UTC)
     return (
@@ -97,6 +97,6 @@ def _builder(
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - dt.timedelta(days=1))
-        .not_valid_after(now + dt.timedelta(days=1))
+        .not_valid_before(now - dt.timedelta(days=3))
+        .not_valid_after(now + dt.timedelta(days=valid_days))
     )
