@@ -163,7 +163,7 @@ class Bench:
         return found
 
     def _vllm_asked(self, case: Case, tier: str, value: str, weights_id: str) -> dict[str, Any]:
-        engine = {"block_size": case.vllm_block, "max_model_len": CONTEXT_TOKENS}
+        engine: dict[str, Any] = {"block_size": case.vllm_block, "max_model_len": CONTEXT_TOKENS}
         if self._asked.device == "cuda":
             # Nothing is measured that others on the GPU could change meanwhile.
             engine |= {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2 * GIB}

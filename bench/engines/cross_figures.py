@@ -33,13 +33,16 @@ class Answer:
 def kl(truth: dict[int, float], other: dict[int, float]) -> float:
     """Return a lower bound of the KL divergence of two distributions, in nats.
 
-    Of both the likeliest tokens are known. All tokens that are not known of both count as one.
+    Of both the likeliest tokens are known. One that the other does not name is no likelier there
+    than the least that it names, and tokens that neither names count as one.
     """
-    both = truth.keys() & other.keys()
-    total = math.fsum(math.exp(truth[token]) * (truth[token] - other[token]) for token in both)
+    least = min(other.values())
+    total = math.fsum(
+        math.exp(value) * (value - other.get(token, least)) for token, value in truth.items()
+    )
     rest, other_rest = (
-        max(1 - math.fsum(math.exp(each[token]) for token in both), _REST_MIN)
-        for each in (truth, other)
+        max(1 - math.fsum(math.exp(each[token]) for token in known), _REST_MIN)
+        for each, known in ((truth, truth.keys()), (other, truth.keys() & other.keys()))
     )
     return max(total + rest * math.log(rest / other_rest), 0.0)
 
