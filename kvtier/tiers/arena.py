@@ -172,6 +172,13 @@ class Arena:
         """Return the live slabs, for the tier to choose one that shall be emptied."""
         return list(self._slabs.values())
 
+    def withholds(self, slot_bytes: int) -> bool:
+        """Tell whether there is room for a slab that ``allocate`` did not make.
+
+        The system would not give the memory to its owner: more room is of no use.
+        """
+        return self._extents.hold(slot_bytes)
+
     def spare(self, slot_bytes: int, owner: bytes = b"") -> bool:
         """Tell whether a size has more than one slab's worth of free slots."""
         size = self._sizes.get((owner, slot_bytes))

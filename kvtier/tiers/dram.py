@@ -10,7 +10,8 @@ is refused only when no eviction could make room for it: no slot of its size is 
 chunk that may leave, and between the slabs with a chunk that must stay (pinned, filling, leaving
 with a pin, or an ancestor of what comes in) every range is shorter than the shard. A chunk of m
 shards of at most n bytes that the policy admits is never refused while what lies outside the p
-slabs with a chunk that must stay is m slabs and (p + m) n bytes or more.
+slabs with a chunk that must stay is m slabs and (p + m) n bytes or more. Either way but where the
+system gives its owner no memory: then what the owner holds makes way, and nobody else's.
 """
 
 from __future__ import annotations
@@ -239,8 +240,8 @@ class DramTier:
         """Evict what stands in the way of a slot for an entry; False when nothing more may go.
 
         Everything in one slab of another size or owner, so that it changes hands: the emptiest of
-        a size that has slots to spare, else the coldest. When none can be emptied, the coldest
-        chunk that has a slot of this size.
+        a size that has slots to spare, else the coldest. When none can be emptied, or the system
+        gives an owner no memory, the coldest chunk that has a slot of this size and owner.
         """
         stays: set[ChunkKey] = set()
         above = self.index.get(entry.parent) if entry.parent is not None else None
@@ -248,13 +249,14 @@ class DramTier:
             stays.add(above.entry.key)
             parent = above.entry.parent
             above = self.index.get(parent) if parent is not None else None
+        withheld = self.arena.withholds(slot_bytes)
         others: list[tuple[bool, float, int, set[ChunkKey]]] = []
         own: list[tuple[float, int, set[ChunkKey]]] = []
         for slab in self.arena.slabs():
             leavers = {o: key for o in slab.used if (key := self._leaver(o, stays)) is not None}
             if slab.slot_bytes == slot_bytes and slab.owner == owner:
                 own += [(self._touched[key], o, {key}) for o, key in leavers.items()]
-            elif len(leavers) == len(slab.used):
+            elif len(leavers) == len(slab.used) and not withheld:
                 packed = not self.arena.spare(slab.slot_bytes, slab.owner)
                 heat = max(self._touched[key] for key in leavers.values())
                 rank = heat if packed else len(slab.used) / slab.slot_count

@@ -21,6 +21,10 @@ class Extents:
         """Return all as (offset, nbytes), by offset."""
         return sorted(self._length_at.items())
 
+    def hold(self, nbytes: int) -> bool:
+        """Tell whether a range is as long."""
+        return bool(self._by_length) and self._by_length[-1][0] >= nbytes
+
     def take(self, unit: int, count: int) -> tuple[int, int] | None:
         """Cut ``count`` units from the shortest range that has them, or what the longest has.
 
