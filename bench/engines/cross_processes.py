@@ -26,7 +26,7 @@ VLLM_PROGRAM: Final = Path(__file__).with_name("cross_vllm.py")
 _TOP: Final = 20
 _STOP_S: Final = 60
 _ADDRESS: Final = re.compile(r" on (http://\S+)/v1")
-_LISTENING: Final = re.compile(r"listen", re.IGNORECASE)
+_LISTENING: Final = re.compile(r"^  serves  (\S+)")
 #: Of the environment in which vLLM runs the connector beside its scheduler, and says little.
 _VLLM: Final = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -191,10 +191,10 @@ def run_serve(
 def running_daemon(place: Place, socket: Path, log: Path) -> Iterator[str]:
     """Run a cache server and yield its URL."""
     start = "import sys; from kvtier.cli.main import run; sys.exit(run())"
-    listen = ["--listen", f"unix:{socket}", "--dram", "4GiB"]
+    listen = ["--listen", f"unix:{socket}", "--dram", "2GiB"]
     with closing(Process(["-c", start, "daemon", *listen], place, log=log)) as process:
-        process.line(_LISTENING)
-        yield f"kvtier+unix://{socket}"
+        _, line = process.line(_LISTENING)
+        yield line[1]
         process.end(signal.SIGTERM)
 
 
