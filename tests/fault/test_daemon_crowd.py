@@ -1,0 +1,116 @@
+"""Clients of a cache server that leave in the middle, all at once, or ask for ever."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvtier.constants import MIB, WIRE_STALL_S_MAX
+from kvtier.testing.engine_double import wait_until
+from kvtier.wire import Area, Contains, Done, Found, Lease, Leased, Read, Status, Take, Write
+from tests.lib.daemon import daemon
+from tests.lib.wire_client import WireClient
+
+MINE, YOURS = b"what stays" * 9000, b"what breaks off" * 6000
+#: A request and a look at the server's health, on a machine that has other things to do.
+SLOWEST_S_MAX = 3.0
+
+
+def asked(client: WireClient, message: Read) -> tuple[Status, bytes]:
+    client.send(message)
+    answer, data = client.read_answer()
+    return answer.status, data
+
+
+def stored(client: WireClient, key: bytes, data: bytes) -> None:
+    client.send(Write(9, key), data)
+    assert client.answer() == Done(9, Status.OK, "")
+
+
+@pytest.mark.parametrize("way", ["write", "take"])
+def test_b65_a_key_whose_writer_died_is_missing_and_can_be_written(
+    tmp_path: Path, way: str
+) -> None:
+    """Killed half-way through an upload: nobody sees a part of it, and nobody waits for it."""
+    with daemon("--dram=64MiB", listen=(f"unix:{tmp_path}/socket",)) as running:
+        with closing(WireClient(running.urls[0]).hello(version=2)) as other:
+            with closing(WireClient(running.urls[0]).hello(version=2)) as dying:
+                if way == "write":
+                    dying.send(Write(1, b"key"), YOURS[:1000], announced=len(YOURS))
+                    wait_until(
+                        lambda: running.get("/v1/stats")["cache"]["stores_inflight"] == 1,
+                        "the upload has not begun",
+                    )
+                else:
+                    mapped, descriptors = dying.map(Area.STAGING)
+                    dying.send(Take(1, b"key", mapped.region, 0, mapped.nbytes))
+                    for each in descriptors:
+                        os.close(each)
+                reset = struct.pack("ii", 1, 0)
+                dying.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+            wait_until(lambda: running.connections()["open"] == 1, "it is still there")
+            status, data = asked(other, Read(2, b"key", 0, len(YOURS)))
+            # What was staged may have been whole by then.
+            assert status is Status.ABSENT or (way == "take" and data == bytes(len(YOURS)))
+            begun_s = time.monotonic()
+            stored(other, b"key", MINE)
+            assert time.monotonic() - begun_s < WIRE_STALL_S_MAX / 2
+            assert asked(other, Read(3, b"key", 0, len(MINE))) == (Status.OK, MINE)
+        assert running.stop() == 0
+
+
+def test_b40_asking_whether_it_is_there_keeps_nothing_from_leaving(tmp_path: Path) -> None:
+    """All that is there is asked for all the time; what is new finds room at once."""
+    with daemon("--dram=64MiB") as running:
+        with (
+            closing(WireClient(running.urls[0]).hello()) as asking,
+            closing(WireClient(running.urls[0]).hello()) as storing,
+        ):
+            keys = tuple(b"object %d" % number for number in range(120))
+            for number, key in enumerate(keys):
+                asking.send(Contains(number, keys[: number + 1]))
+                stored(storing, key, bytes([number]) * MIB)
+                assert isinstance(asking.answer(), Found)
+            asking.send(Contains(0, keys))
+            answer = asking.answer()
+            assert isinstance(answer, Found)
+            assert answer.found[-1]
+            assert not answer.found[0]
+            assert 20 < sum(answer.found) < 64
+        assert running.stop() == 0
+
+
+def test_b55_clients_that_go_all_at_once_hold_up_nobody(tmp_path: Path) -> None:
+    """Each with all the leases that it may have, and an upload half done."""
+    with daemon("--dram=64MiB", listen=(f"unix:{tmp_path}/socket",)) as running:
+        with closing(WireClient(running.urls[0]).hello(version=2)) as good:
+            stored(good, b"small", b"x" * 1000)
+            crowd = [WireClient(running.urls[0]).hello(version=2) for _ in range(40)]
+            for client in crowd:
+                for number in range(256):
+                    client.send(Lease(number, b"small"))
+                for _ in range(256):
+                    answer = client.answer()
+                    assert isinstance(answer, Leased)
+                    assert answer.status is Status.OK
+                client.send(Write(300, b"half"), b"x" * 100, announced=200)
+            for client in crowd:
+                client.close()
+            slowest_s, gone = 0.0, False
+            while not gone:
+                begun_s = time.monotonic()
+                assert running.get("/health")["status"] == "ok"
+                stored(good, b"meanwhile", MINE)
+                slowest_s = max(slowest_s, time.monotonic() - begun_s)
+                gone = running.connections()["open"] == 1
+            assert slowest_s < SLOWEST_S_MAX
+            assert running.connections()["lost_leases"] == 40 * 256
+            pinned = [tier["pinned_chunks"] for tier in running.get("/v1/stats")["tiers"]]
+            assert not any(pinned)
+        assert running.stop() == 0
