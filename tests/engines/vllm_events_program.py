@@ -12,7 +12,7 @@ import tempfile
 import time
 from typing import Any
 
-import vllm_program
+import vllm_program  # type: ignore[import-not-found]
 
 #: How long events of a round may take: what is written to disk is told with a later step.
 HEARD_S = 60
@@ -47,7 +47,7 @@ def subscribed(engine: Any, endpoint: str) -> Any:
     """Return a socket that hears what is published from now on."""
     import zmq
 
-    socket = zmq.Context.instance().socket(zmq.SUB)
+    socket: Any = zmq.Context.instance().socket(zmq.SUB)
     socket.connect(endpoint)
     socket.setsockopt(zmq.SUBSCRIBE, b"")
     end = time.monotonic() + HEARD_S
