@@ -48,7 +48,7 @@ from kvtier_engine.runner import ModelRunner
 from kvtier_engine.scheduling import SchedulerConfig
 from kvtier_engine.settings import EngineConfig, Settings
 from kvtier_engine.snapshot import Snapshot
-from kvtier_engine.status import Facts, health_of, is_degraded, stats_of
+from kvtier_engine.status import Facts, health_of, is_degraded, stats_of, told_pins
 from kvtier_engine.tokenizer import Tokenizer
 from kvtier_engine.weights.load import LoadedModel, kv_layout, load_model
 
@@ -119,6 +119,10 @@ class Server:
         now = self.snapshot()
         return stats_of(self.model, self.facts, now, uptime_s=uptime_s, tenants=tenants)
 
+    def pins(self) -> dict[str, Any]:
+        """Return what ``/v1/kvtier/pins`` answers."""
+        return {"pins": [] if self._tiers is None else told_pins(self._tiers.cache.holdings.pins())}
+
     def application(self) -> FastAPI:
         """Return the HTTP application; its lifespan starts the engine and closes everything."""
         return create_app(
@@ -128,6 +132,7 @@ class Server:
             self.settings,
             health=self.health,
             stats=self.stats,
+            pins=self.pins,
             registry=self._registry,
             lifespan=self._lifespan,
         )

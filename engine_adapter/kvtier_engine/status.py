@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvtier.cache.tenancy.held import HeldPins
 from kvtier.obs.stats import CacheStats, CostStats
 from kvtier.obs.told import told_cache, told_health, told_tenant, told_tier
 from kvtier.types import Tier
@@ -98,6 +100,20 @@ def stats_of(
     if tenants:
         report["tenants"] = {name: told_tenant(each) for name, each in now.tenants.items()}
     return report
+
+
+def told_pins(pins: Sequence[HeldPins]) -> list[dict[str, Any]]:
+    """Return what is pinned, by tenant (the digest of its salt, empty for none) and time left."""
+    return [
+        {
+            "tenant": each.tenant.hex(),
+            "seconds": each.seconds,
+            "objects": each.chunks,
+            "dram_bytes": each.dram_bytes,
+            "disk_bytes": each.disk_bytes,
+        }
+        for each in pins
+    ]
 
 
 def _tiers(facts: Facts, engine: EngineStats, cache: CacheStats | None) -> list[dict[str, Any]]:

@@ -51,8 +51,10 @@ class Server:
     url: str
     token: str = field(default="", repr=False)
 
-    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return what the server answers.
+    def ask(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, or_at: str = ""
+    ) -> dict[str, Any]:
+        """Return what the server answers, which has it ``or_at`` another path.
 
         Raises ``TierUnavailableError`` for anything but a success, also where it is no cache
         server.
@@ -67,6 +69,8 @@ class Server:
                 found = json.loads(answer.read(_ANSWER_BYTES_MAX))
         except HTTPError as error:
             with error:
+                if or_at and error.code in {404, 405}:
+                    return self.ask(method, or_at, body)
                 raise TierUnavailableError(f"{self.url}: {_why(error)}") from error
         except (OSError, HTTPException, ValueError, RecursionError) as error:
             raise TierUnavailableError(f"{self.url}: no answer of a server ({error})") from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -30,7 +30,6 @@ from kvtier.cli.control import (
     TokenFile,
     TokenName,
     Url,
-    chosen_token,
     selections,
     server_at,
 )
@@ -38,6 +37,7 @@ from kvtier.config import format_size
 from kvtier.errors import ConfigError, TierUnavailableError
 
 _COLUMNS: Final = ("credential", "epoch", "dram", "disk", "pinned", "quota")
+_PIN_COLUMNS: Final = ("credential", "for", "objects", "dram", "disk")
 #: What those commands take, too, that prompts of kvtier-serve can be given to.
 _PROMPTS_TOO: Final = "; for prompts of kvtier-serve: --file"
 
@@ -71,14 +71,20 @@ def ls(
 ) -> None:
     """List what lies in a cache server, by credential and epoch."""
     told = server_at(url, token_file, token_name, api_key).ask("GET", "/v1/namespaces")
-    if json_output:
-        typer.echo(json.dumps(told, indent=2))
-        return
-    try:
-        table = _table(told["namespaces"])
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise _strange(url) from error
-    Console().print(table)
+    _show(url, told, lambda: _table(told["namespaces"]), json_output=json_output)
+
+
+def pins(
+    url: Url,
+    token_file: TokenFile = None,
+    token_name: TokenName = None,
+    api_key: ApiKey = "",
+    json_output: Json = False,  # noqa: FBT002
+) -> None:
+    """List what is pinned in kvtier daemon or kvtier-serve, and for how much longer."""
+    server = server_at(url, token_file, token_name, api_key)
+    told = server.ask("GET", "/v1/pin", or_at="/v1/kvtier/pins")
+    _show(url, told, lambda: _pin_table(told["pins"]), json_output=json_output)
 
 
 def evict(
@@ -139,14 +145,12 @@ def unpin(
 ) -> None:
     """Let what is pinned leave when its turn comes: objects of kvtier daemon, or prompts."""
     target = _one(where, url)
-    if file is not None:
-        _no_objects(key, keys, credential, everything=everything)
-        api_key = chosen_token(token_file, token_name, api_key)
-        prompts.unpin(target, file, salt_file, api_key, json_output)
-        return
     server = server_at(target, token_file, token_name, api_key)
-    chosen = selections(credential, key, keys, everything=everything, also=_PROMPTS_TOO)
-    _tell(_ask_all(server, "unpin", chosen, {}), json_output=json_output)
+    chosen = _objects(file, credential, key, keys, everything=everything)
+    if file is not None:
+        prompts.unpin(target, file, salt_file, server.token, json_output=json_output)
+    else:
+        _tell(_ask_all(server, "unpin", chosen, {}), json_output=json_output)
 
 
 def warm(
@@ -169,16 +173,13 @@ def warm(
     Exit status 1 where objects did not come up for want of room or time.
     """
     target = _one(where, url)
-    if file is not None:
-        _no_objects(key, keys, credential, everything=everything)
-        prompts.warm(
-            target, file, salt_file, chosen_token(token_file, token_name, api_key), json_output
-        )
-        return
     server = server_at(target, token_file, token_name, api_key)
-    chosen = selections(credential, key, keys, everything=everything, also=_PROMPTS_TOO)
-    told = _ask_all(server, "warm", chosen, {"seconds": seconds})
-    _tell(told, json_output=json_output, wrong={"refused", "late"})
+    chosen = _objects(file, credential, key, keys, everything=everything)
+    if file is not None:
+        prompts.warm(target, file, salt_file, server.token, json_output=json_output)
+    else:
+        told = _ask_all(server, "warm", chosen, {"seconds": seconds})
+        _tell(told, json_output=json_output, wrong={"refused", "late"})
 
 
 def pin(
@@ -202,15 +203,13 @@ def pin(
     """
     check_pin_seconds("--seconds", seconds)
     target = _one(where, url)
-    if file is not None:
-        _no_objects(key, keys, credential, everything=everything)
-        api_key = chosen_token(token_file, token_name, api_key)
-        prompts.pin(target, file, seconds, salt_file, api_key, json_output)
-        return
     server = server_at(target, token_file, token_name, api_key)
-    chosen = selections(credential, key, keys, everything=everything, also=_PROMPTS_TOO)
-    told = _ask_all(server, "pin", chosen, {"seconds": seconds})
-    _tell(told, json_output=json_output, wrong={"absent", "no_room"})
+    chosen = _objects(file, credential, key, keys, everything=everything)
+    if file is not None:
+        prompts.pin(target, file, seconds, salt_file, server.token, json_output=json_output)
+    else:
+        told = _ask_all(server, "pin", chosen, {"seconds": seconds})
+        _tell(told, json_output=json_output, wrong={"absent", "no_room"})
 
 
 def _one(where: str | None, url: str | None) -> str:
@@ -219,11 +218,20 @@ def _one(where: str | None, url: str | None) -> str:
     return where or url or ""
 
 
-def _no_objects(
-    key: list[str] | None, keys: Path | None, credential: str | None, *, everything: bool
-) -> None:
+def _objects(
+    prompts_file: Path | None,
+    credential: str | None,
+    key: list[str] | None,
+    keys: Path | None,
+    *,
+    everything: bool,
+) -> Iterable[dict[str, Any]]:
+    """Return the objects that are meant, none where prompts are. Raises ``ConfigError``."""
+    if prompts_file is None:
+        return selections(credential, key, keys, everything=everything, also=_PROMPTS_TOO)
     if key or keys is not None or credential is not None or everything:
         raise ConfigError("--file has prompts, for kvtier-serve; objects are of kvtier daemon")
+    return ()
 
 
 def _ask_all(
@@ -250,6 +258,26 @@ def _tell(told: dict[str, Any], *, json_output: bool, wrong: Collection[str] = (
         typer.echo(f"{told['credential']}: {', '.join(counts)}")
     if any(told.get(name) for name in wrong):
         raise typer.Exit(1)
+
+
+def _show(url: str, told: dict[str, Any], table: Callable[[], Table], *, json_output: bool) -> None:
+    if json_output:
+        typer.echo(json.dumps(told, indent=2))
+        return
+    try:
+        made = table()
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise _strange(url) from error
+    Console().print(made)
+
+
+def _pin_table(pins: list[dict[str, Any]]) -> Table:
+    table = Table(*_PIN_COLUMNS, box=None, padding=(0, 1, 0, 0))
+    for each in pins:
+        name = each.get("credential") or f"({each['tenant'][:12]})"
+        sizes = [format_size(each[f"{tier}_bytes"]) for tier in ("dram", "disk")]
+        table.add_row(*map(Text, (name, f"{each['seconds']} s", f"{each['objects']}", *sizes)))
+    return table
 
 
 def _table(namespaces: list[dict[str, Any]]) -> Table:

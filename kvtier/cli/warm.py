@@ -1,4 +1,4 @@
-"""``kvtier warm``, ``pin``: prompts that a running engine computes ahead of requests; ``unpin``."""
+"""What ``kvtier warm``, ``pin`` and ``unpin`` do with prompts: a running engine computes them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any, Final
 from urllib.parse import SplitResult
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvtier.cache.tenancy.pins import check_pin_seconds
 from kvtier.cli.secrets import bearer, read_salt, server_url
 from kvtier.constants import MIB
 from kvtier.errors import ConfigError, TierUnavailableError
@@ -25,22 +24,6 @@ _LINES_MAX: Final = 1_000_000
 _LINE_BYTES_MAX: Final = 16 * MIB
 _ANSWER_BYTES_MAX: Final = 16 * MIB
 _ANSWER_S_MAX: Final = 600.0
-
-_Url = Annotated[str, typer.Option(help="Where kvtier-serve listens: http://HOST:PORT.")]
-_File = Annotated[
-    Path,
-    typer.Option(
-        "--file", help='Prompts, one JSON object a line: {"prompt": …} or {"messages": …}.'
-    ),
-]
-_Salt = Annotated[
-    Path | None,
-    typer.Option(help="File with the cache_salt of all prompts; - reads it from stdin."),
-]
-_Key = Annotated[
-    str, typer.Option(envvar="KVTIER_API_KEY", show_envvar=False, help="The server's key.")
-]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @dataclass(slots=True)
@@ -53,41 +36,29 @@ class _Totals:
     unpinned_tokens: int = 0
 
 
-def warm(
-    url: _Url,
-    file: _File,
-    salt_file: _Salt = None,
-    api_key: _Key = "",
-    json_output: _Json = False,  # noqa: FBT002
-) -> None:
+def warm(url: str, file: Path, salt_file: Path | None, api_key: str, *, json_output: bool) -> None:
     """Have prompts computed and stored, so that later requests find them."""
     totals = _send_all(url, file, salt_file, api_key, "warm")
     _tell(totals, _WARMED, json_output=json_output)
 
 
 def pin(
-    url: _Url,
-    file: _File,
-    seconds: Annotated[float, typer.Option(help="How long they are to stay.")],
-    salt_file: _Salt = None,
-    api_key: _Key = "",
-    json_output: _Json = False,  # noqa: FBT002
+    url: str,
+    file: Path,
+    seconds: float,
+    salt_file: Path | None,
+    api_key: str,
+    *,
+    json_output: bool,
 ) -> None:
     """Have prompts computed, stored and kept from eviction; exit status 1 unless all of it is."""
-    check_pin_seconds("--seconds", seconds)
     totals = _send_all(url, file, salt_file, api_key, "warm", {"pin": seconds})
     _tell(totals, _PINNED, json_output=json_output)
     if totals.pinned_tokens < totals.held_tokens:
         raise typer.Exit(1)
 
 
-def unpin(
-    url: _Url,
-    file: _File,
-    salt_file: _Salt = None,
-    api_key: _Key = "",
-    json_output: _Json = False,  # noqa: FBT002
-) -> None:
+def unpin(url: str, file: Path, salt_file: Path | None, api_key: str, *, json_output: bool) -> None:
     """Let pinned prompts leave when their turn comes. Nothing is computed."""
     totals = _send_all(url, file, salt_file, api_key, "unpin")
     _tell(totals, _UNPINNED, json_output=json_output)

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Final, TypeVar
 
 from kvtier.cache.cache import Cache
-from kvtier.cache.tenancy.held import Eviction, HeldBytes
+from kvtier.cache.tenancy.held import Eviction, HeldBytes, HeldPins
 from kvtier.constants import (
     CONTROL_OBJECTS_AT_ONCE,
     CONTROL_OBJECTS_MAX,
@@ -58,6 +58,10 @@ class Keeper:
     def pinned_bytes(self, credential: str) -> int:
         """Return the bytes that are pinned, counted once for each tier."""
         return self._cache.holdings.pinned_bytes(namespace_of(credential))
+
+    def pins(self) -> list[HeldPins]:
+        """Return what is pinned, what ends first in front."""
+        return self._cache.holdings.pins()
 
     async def evict(
         self, credential: str, keys: Sequence[bytes] | None, tiers: Sequence[str]

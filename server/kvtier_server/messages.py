@@ -116,6 +116,23 @@ class Namespaces(BaseModel):
     namespaces: list[Namespace]
 
 
+class PinRow(BaseModel):
+    """What of one credential is pinned for so many more seconds."""
+
+    credential: str | None
+    tenant: str
+    seconds: int
+    objects: int
+    dram_bytes: int
+    disk_bytes: int
+
+
+class Pins(BaseModel):
+    """All that is pinned, what ends first in front."""
+
+    pins: list[PinRow]
+
+
 class Quotas(BaseModel):
     """Bytes that may be held, 0: no bound; ``quotas`` are those of single credentials."""
 

@@ -16,6 +16,8 @@ from kvtier_server.messages import (
     Draining,
     Namespace,
     Namespaces,
+    PinRow,
+    Pins,
     Quotas,
     Refusal,
     Reloaded,
@@ -89,6 +91,26 @@ async def namespaces(control: TheControl, caller: Known) -> Namespaces:
             )
         )
     return Namespaces(namespaces=sorted(found, key=lambda each: (each.tenant, each.epoch)))
+
+
+@server_routes.get("/pin")
+async def pins(control: TheControl, caller: Known) -> Pins:
+    """What is pinned and for how much longer, by credential; to a credential, what is its own."""
+    names = {tenant_digest(name): name for name in _names(control)}
+    return Pins(
+        pins=[
+            PinRow(
+                credential=names.get(row.tenant),
+                tenant=row.tenant.hex(),
+                seconds=row.seconds,
+                objects=row.chunks,
+                dram_bytes=row.dram_bytes,
+                disk_bytes=row.disk_bytes,
+            )
+            for row in control.keeper.pins()
+            if caller.operator or names.get(row.tenant) == caller.credential
+        ]
+    )
 
 
 @server_routes.get("/quotas")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,6 +154,12 @@ async def test_what_is_pinned_stays_until_it_is_unpinned(
     told = ok(running.ask("POST", "/v1/pin", {"objects": chosen, "seconds": 600}, who.ann_token))
     assert told == {"credential": who.ann, "pinned": 2, "absent": 1, "no_room": 0}
     assert of(running, who.ann)["pinned_bytes"] >= 4 * MIB
+    (row,) = running.get("/v1/pin", who.ann_token)["pins"]
+    assert (row["credential"], row["objects"], 590 < row["seconds"] <= 600) == (who.ann, 2, True)
+    assert row["dram_bytes"] + row["disk_bytes"] >= 4 * MIB
+    all_of_them = running.get("/v1/pin", OPERATOR)["pins"]
+    assert [each["objects"] for each in all_of_them if each["credential"] == who.ann] == [2]
+    assert running.get("/v1/pin", who.ben_token) == {"pins": []}
     everything = {"objects": {"all": True}}
     told = ok(running.ask("POST", "/v1/evict", everything, who.ann_token))
     assert told == {"credential": who.ann, "evicted": 6, "absent": 0, "pinned": 2, "busy": 0}
@@ -242,6 +249,9 @@ async def test_the_command_line_does_all_of_it(running: Daemon, folder: Path, wh
     told = said("pin", running.http, *own, "--keys", folder / "keys", "--seconds=60")
     assert told == f"{who.ann}: pinned 8, absent 0, no room 0\n"
     assert said("pin", running.http, *own, "--key=ff", "--seconds=60", status=1)
+    listed = said("pins", running.http, operator)
+    assert re.search(rf"{who.ann} +\d+ s +8 ", listed), listed
+    assert json.loads(said("pins", running.http, *own, "--json"))["pins"][0]["objects"] == 8
     told = said("evict", running.http, operator, f"--credential={who.ann}", "--all", "--json")
     assert json.loads(told)["pinned"] == 8
     assert "unpinned 8" in said("unpin", running.http, *own, "--all")

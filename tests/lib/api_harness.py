@@ -51,6 +51,7 @@ class Api:
             load_settings([], {"KVTIER_API_KEY": self.api_key} if self.api_key else {}),
             health=lambda: Health(serving=True, report={"status": "ok", "tiers": [REMOTE]}),
             stats=dict,
+            pins=dict,
             registry=CollectorRegistry(),
         )
 

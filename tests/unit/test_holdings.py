@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cache.tenancy.held import Eviction
+from kvtier.cache.tenancy.held import Eviction, HeldPins
 from kvtier.keys import tenant_digest
+from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import EngineDouble
 from kvtier.types import MissReason, Tier
 from tests.lib.cache_setup import CHUNK, CHUNK_BYTES, CacheSetup, begun, cache_setup, written
@@ -62,6 +63,34 @@ def test_keys_come_in_the_order_in_which_they_may_go(setup: CacheSetup) -> None:
     cold = engine.cache.holdings.keys(engine.namespace, Tier.DISK, 9)
     assert set(cold) == set(keys)
     assert len(engine.cache.holdings.keys(engine.namespace, Tier.DISK, 2)) == 2
+
+
+def test_pins_are_told_by_root_and_time_left(setup: CacheSetup) -> None:
+    clock = FakeClock()
+    engine = setup.open(salt="ours", clock=clock)
+    holdings, keys = engine.cache.holdings, engine.sequence(FIVE).chunk_keys
+    assert holdings.pins() == []
+    stored(engine)
+    holdings.pin(engine.namespace, keys[:3], 100.0)
+    holdings.pin(engine.namespace, keys[3:4], 50.5)
+    clock.advance(20.0)
+    root, tenant = engine.cache.root(engine.namespace), tenant_digest("ours")
+    one, three = CHUNK_BYTES, 3 * CHUNK_BYTES
+    assert holdings.pins() == [
+        HeldPins(root, tenant, 31, 1, one, one),
+        HeldPins(root, tenant, 80, 3, three, three),
+    ]
+    holdings.unpin(keys[3:4])
+    engine.cache.remove(keys[:1])
+    two = 2 * CHUNK_BYTES
+    assert holdings.pins() == [HeldPins(root, tenant, 80, 2, two, two)], "what is gone is no pin"
+    engine.cache.invalidate(engine.namespace)
+    assert holdings.pins() == [], "an epoch ends them"
+    stored(engine)
+    holdings.pin(engine.namespace, engine.sequence(FIVE).chunk_keys, 10.0)
+    assert [row.chunks for row in holdings.pins()] == [5]
+    clock.advance(10.0)
+    assert holdings.pins() == []
 
 
 def test_what_is_evicted_from_dram_is_on_disk_still(setup: CacheSetup) -> None:

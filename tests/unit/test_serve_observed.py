@@ -18,6 +18,7 @@ import zmq.asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.errors import ConfigError
+from kvtier.keys import tenant_digest
 from kvtier.obs.counters import NO_TENANT, tenant_name
 from kvtier.obs.event_publisher import EventPublisher
 from kvtier.obs.spans import Attribute
@@ -88,9 +89,21 @@ async def test_figures_need_the_key_that_requests_need(folder: Path) -> None:
         assert (await figures(client))["model"]
 
 
+async def test_pins_are_told(folder: Path, tmp_path: Path) -> None:
+    async with running(made(folder, f"--disk={tmp_path}")) as client:
+        assert (await client.get("/v1/kvtier/pins")).json() == {"pins": []}
+        await complete(client, kvtier={"pin": 600}, cache_salt="ours")
+        await at_rest(client)
+        (row,) = (await client.get("/v1/kvtier/pins")).json()["pins"]
+    assert row["tenant"] == tenant_digest("ours").hex()
+    assert (row["objects"], 500 < row["seconds"] <= 600) == (2, True)
+    assert row["dram_bytes"] > 0
+
+
 async def test_a_server_without_tiers_has_figures_too(folder: Path) -> None:
     async with running(made(folder, "--no-cache")) as client:
         report = await figures(client)
+        assert (await client.get("/v1/kvtier/pins")).json() == {"pins": []}
     assert [each["name"] for each in report["tiers"]] == ["hbm"]
     assert "cache" not in report
 

@@ -34,6 +34,7 @@ class Stub:
 
     def __init__(self) -> None:
         self.reply: Reply = held
+        self.pins: dict[str, tuple[int, dict[str, Any]]] = {}
         self.sent: list[tuple[str, str, dict[str, Any]]] = []
         stub = self
 
@@ -44,6 +45,15 @@ class Stub:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 stub.sent.append((self.path, self.headers.get("authorization", ""), body))
                 status, answer = stub.reply(body)
+                data = json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def do_GET(self) -> None:
+                stub.sent.append((self.path, self.headers.get("authorization", ""), {}))
+                status, answer = stub.pins.get(self.path, (404, {}))
                 data = json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("content-length", str(len(data)))
@@ -146,6 +156,40 @@ def test_pins_are_taken_back_and_how_much_was_pinned_is_told(stub: Stub, prompts
     }
 
 
+def test_pins_of_an_engine_are_listed_by_tenant(stub: Stub) -> None:
+    row = {"tenant": "ab" * 32, "seconds": 31, "objects": 7, "dram_bytes": 4096, "disk_bytes": 0}
+    stub.pins["/v1/kvtier/pins"] = (200, {"pins": [row]})
+    result = run("pins", stub.url, "--api-key", "k")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[1].split() == [
+        "(abababababab)",
+        "31",
+        "s",
+        "7",
+        "4",
+        "KiB",
+        "0",
+        "B",
+    ]
+    assert [(path, token) for path, token, _ in stub.sent] == [
+        ("/v1/pin", "Bearer k"),
+        ("/v1/kvtier/pins", "Bearer k"),
+    ]
+    assert json.loads(run("pins", stub.url, "--json").stdout) == {"pins": [row]}
+
+
+@pytest.mark.parametrize("answer", [{}, {"pins": [{}]}, {"pins": [7]}])
+def test_what_is_no_list_of_pins_is_said(stub: Stub, answer: dict[str, Any]) -> None:
+    stub.pins["/v1/pin"] = (200, answer)
+    with pytest.raises(TierUnavailableError, match="not one of a cache server"):
+        run("pins", stub.url)
+
+
+def test_a_server_that_knows_no_pins_is_said(stub: Stub) -> None:
+    with pytest.raises(TierUnavailableError, match="no cache server"):
+        run("pins", stub.url)
+
+
 def test_a_refusal_names_the_line_and_says_what_the_server_said(stub: Stub, prompts: Path) -> None:
     stub.reply = lambda _: (400, {"error": {"message": "too long"}})
     with pytest.raises(TierUnavailableError, match=r"prompts.jsonl:1: 400 too long"):
@@ -175,7 +219,7 @@ def test_a_line_that_cannot_be_is_named_before_anything_is_sent(
 
 @pytest.mark.parametrize("url", ["127.0.0.1:1", "ftp://host", "http://", "http://host:99999"])
 def test_an_address_that_cannot_be_is_refused(url: str, prompts: Path) -> None:
-    with pytest.raises(ConfigError, match="--url"):
+    with pytest.raises(ConfigError, match="URL"):
         run("warm", "--url", url, "--file", prompts)
 
 

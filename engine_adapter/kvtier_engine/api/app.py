@@ -53,10 +53,11 @@ def create_app(
     *,
     health: Callable[[], Health],
     stats: Callable[[], dict[str, Any]],
+    pins: Callable[[], dict[str, Any]],
     registry: CollectorRegistry,
     lifespan: Lifespan | None = None,
 ) -> FastAPI:
-    """Return the application. ``health``, ``stats`` and the registry's collectors do not block."""
+    """Return the application. ``health`` to ``pins`` and the registry's collectors do not block."""
     app = FastAPI(
         title="kvtier-serve",
         version=version("kvtier"),
@@ -69,7 +70,7 @@ def create_app(
     app.add_exception_handler(Exception, _last_resort)
     app.add_middleware(ApiKeyGate, api_key=settings.config.api_key)
     app.include_router(openai_routes(service, tokenizer, model))
-    _add_operator_routes(app, settings, health, stats, registry)
+    _add_operator_routes(app, settings, health, stats, pins, registry)
     return app
 
 
@@ -78,6 +79,7 @@ def _add_operator_routes(
     settings: Settings,
     health: Callable[[], Health],
     stats: Callable[[], dict[str, Any]],
+    pins: Callable[[], dict[str, Any]],
     registry: CollectorRegistry,
 ) -> None:
     @app.get("/health", tags=["operators"])
@@ -92,6 +94,11 @@ def _add_operator_routes(
     async def stats_route() -> JSONResponse:
         """Tell every figure of the tiers, for ``kvtier stat``."""
         return JSONResponse(stats())
+
+    @app.get("/v1/kvtier/pins", tags=["operators"])
+    async def pins_route() -> JSONResponse:
+        """Tell what is pinned and for how much longer, for ``kvtier pins``."""
+        return JSONResponse(pins())
 
     @app.get("/metrics", tags=["operators"])
     async def metrics_route(request: Request) -> Response:

@@ -6,7 +6,9 @@ deepest first.
 
 from __future__ import annotations
 
+import math
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -40,6 +42,21 @@ class HeldBytes:
     tenant: bytes
     epoch: int
     current: bool
+    dram_bytes: int
+    disk_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPins:
+    """What is pinned under one root for about as long: ``seconds`` from now, rounded up.
+
+    A chunk that lies in DRAM and on disk is one, and its bytes count in both.
+    """
+
+    root: bytes
+    tenant: bytes
+    seconds: int
+    chunks: int
     dram_bytes: int
     disk_bytes: int
 
@@ -90,6 +107,22 @@ class Holdings:
             kept = (self._kept_in_dram, self._kept_on_disk)
             return sum(each.nbytes_of(root) for each in kept if each is not None)
 
+    def pins(self) -> list[HeldPins]:
+        """Return what is pinned and held now, what ends first in front.
+
+        At most ``PINNED_CHUNKS_MAX`` of each tier.
+        """
+        found: defaultdict[tuple[int, bytes], dict[ChunkKey, None]] = defaultdict(dict)
+        with self._lock:
+            now, stale = self._clock.now(), self._roots.stale()
+            for kept in (self._kept_in_dram, self._kept_on_disk):
+                for key, root, until in kept.standing() if kept is not None else ():
+                    if root not in stale:
+                        found[math.ceil(until - now), root][key] = None
+            rows = [self._pinned(root, left_s, keys) for (left_s, root), keys in found.items()]
+        held = [row for row in rows if row.dram_bytes or row.disk_bytes]
+        return sorted(held, key=lambda row: (row.seconds, row.tenant, row.root))
+
     def keys(self, namespace: Namespace, tier: Tier, most: int) -> list[ChunkKey]:
         """Return what a namespace holds in DRAM or on disk; some of it, where it is more.
 
@@ -129,6 +162,18 @@ class Holdings:
         """Let chunks leave when their turn comes; False: it was not pinned."""
         with self._lock:
             return [self._pins.drop(key) for key in keys]
+
+    def _pinned(self, root: bytes, seconds: int, keys: Iterable[ChunkKey]) -> HeldPins:
+        row = self._roots.row_of(root)
+        count = dram_bytes = disk_bytes = 0
+        for key in keys:
+            record = self._dram.index.get(key)
+            below = self._disk.ready(key) if self._disk is not None else None
+            count += record is not None or below is not None
+            dram_bytes += record.entry.nbytes if record is not None else 0
+            disk_bytes += below.entry.nbytes if below is not None else 0
+        tenant = row.tenant if row is not None else b""
+        return HeldPins(root, tenant, seconds, count, dram_bytes, disk_bytes)
 
     def _held(self, root: bytes) -> HeldBytes:
         row, below = self._roots.row_of(root), self._disk

@@ -7,7 +7,7 @@ of these chunks. It ends with the process, with the epoch, and where bytes are l
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,6 +87,13 @@ class KeptKeys:
         now = self._clock.now()
         pins = self._pins.values()
         return sum(pin.nbytes for pin in pins if pin.root == root and pin.until > now)
+
+    def standing(self) -> Iterator[tuple[ChunkKey, bytes, float]]:
+        """Yield the chunks that must stay now, with their roots and until when."""
+        now = self._clock.now()
+        for key, pin in self._pins.items():
+            if pin.until > now:
+                yield key, pin.root, pin.until
 
     def drop_over(self, stale: Collection[bytes], held: Callable[[ChunkKey], bool]) -> None:
         """Drop pins whose time is over, those of stale roots, and those of what is not held."""
