@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Final
 
 from pydantic import ConfigDict, Field
@@ -49,18 +50,7 @@ async def warm_call(
     """Return the call of a body, or raise the ``ApiError`` that says what is wrong with it."""
     body = parse_body(WarmBody, raw)
     prompts = await _prompts(body, _FIELDS, tokenizer, model)
-    envelope = Envelope.new("warm", created, model)
-    return Call(
-        call_id=envelope.call_id,
-        endpoint="warm",
-        requests=build_requests(envelope.call_id, prompts, _SAMPLING, body),
-        choices=1,
-        renderer=WarmRenderer(envelope, "kvtier.warm"),
-        stream=False,
-        include_usage=False,
-        drop_output=True,
-        warms=True,
-    )
+    return replace(_call("warm", body, prompts, model, created), drop_output=True, warms=True)
 
 
 async def unpin_call(
@@ -69,16 +59,21 @@ async def unpin_call(
     """As ``warm_call``; hints have no meaning here."""
     body = parse_body(UnpinBody, raw)
     prompts = await _prompts(body, _UNPIN_FIELDS, tokenizer, model)
-    envelope = Envelope.new("unpin", created, model)
+    return replace(_call("unpin", body, prompts, model, created), unpins=True)
+
+
+def _call(
+    what: str, body: WarmBody, prompts: Sequence[Prompt], model: ServedModel, created: int
+) -> Call:
+    envelope = Envelope.new(what, created, model)
     return Call(
         call_id=envelope.call_id,
-        endpoint="unpin",
+        endpoint=what,
         requests=build_requests(envelope.call_id, prompts, _SAMPLING, body),
         choices=1,
-        renderer=WarmRenderer(envelope, "kvtier.unpin"),
+        renderer=WarmRenderer(envelope, f"kvtier.{what}"),
         stream=False,
         include_usage=False,
-        unpins=True,
     )
 
 
