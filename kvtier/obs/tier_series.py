@@ -119,6 +119,12 @@ TIER_SERIES: Final[tuple[Series[CacheStats], ...]] = (
         _TIER,
     ),
     counter(
+        "kvtier_tier_lent_bytes_total",
+        "Of the bytes read, those that were used where they lay, without a copy.",
+        _counted(lambda counters: counters.lent_bytes),
+        _TIER,
+    ),
+    counter(
         "kvtier_tier_written_bytes_total",
         "Bytes written to a tier.",
         _counted(lambda counters: counters.written_bytes),

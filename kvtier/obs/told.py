@@ -38,6 +38,7 @@ def told_tier(tier: TierStats) -> dict[str, Any]:
         "corrupt_shards": counters.corrupt_shards,
         "io_errors": counters.io_errors,
         "read_bytes": counters.read_bytes,
+        "lent_bytes": counters.lent_bytes,
         "written_bytes": counters.written_bytes,
         "index_bytes": tier.index_bytes,
         "read_s": _told_times(counters.read_latency),
