@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from functools import partial
 
 from kvtier.cache.below.convoy import Convoy, Landing
 from kvtier.cache.below.disk_source import DiskSource
@@ -52,7 +51,7 @@ class Fetcher:
 
         None for one that does not, or that something else brings up, or that has no room or is too
         large: a load may bring it. ``stirred`` is called, in a thread of the cache and without its
-        lock, when a landing has an outcome. A buffer is the caller's again after that.
+        lock, when some landings have an outcome. A buffer is the caller's again after that.
         """
         convoys: dict[int, Convoy] = {}
         landings: list[Landing | None] = []
@@ -82,8 +81,7 @@ class Fetcher:
             return None
         convoy = convoys.get(disk.lane)
         if convoy is None:
-            landed = partial(self._landed, stirred)
-            convoy = Convoy(self._executor, disk.lane, context.clock, landed)
+            convoy = Convoy(self._executor, disk.lane, self._landed, stirred)
         landing = Landing(sequence, buffer, deadline, context.clock)
         source = convoy.source(disk, landing)
         fill = context.below.start(source, sequence, deadline, [])
@@ -97,8 +95,8 @@ class Fetcher:
         self._wishes.found(sequence, [key])
         return landing
 
-    def _landed(self, stirred: Callable[[], None], landing: Landing, fill: Fill) -> None:
-        """Count what came of one, and tell whoever asked."""
+    def _landed(self, landing: Landing, fill: Fill) -> None:
+        """Count what came of one, and conclude it."""
         context, sequence = self._context, landing.sequence
         with context.lock:
             # What was read in an epoch that is over counts for nothing.
@@ -111,4 +109,3 @@ class Fetcher:
             context.counters.note_load(sequence.namespace.tenant_salt, outcome)
             record_load(context.spans, outcome, context.clock.now() - fill.started)
         landing.conclude(Tier.DISK if came else reason)
-        stirred()

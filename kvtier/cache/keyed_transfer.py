@@ -311,6 +311,11 @@ class Transfer:
     def _advance(self) -> None:
         for number, item in list(self._active.items()):
             self._step(number, item)
+        # Some together, or none: what begins together costs less.
+        if len(self._active) > KEYED_INFLIGHT_MAX // 2 and self._ended is None:
+            return
+        if self._active_bytes > KEYED_INFLIGHT_BYTES // 2 and self._ended is None:
+            return
         while self._waiting and self._may_begin(self._waiting[0][1]):
             number, item = self._waiting.popleft()
             if self._ended is not None:

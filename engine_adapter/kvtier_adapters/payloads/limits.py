@@ -19,8 +19,8 @@ COPY_THREADS_MAX: Final = 16
 JOBS_MAX: Final = 4096
 JOBS_ACTIVE_MAX: Final = 32
 
-#: Pauses between two looks at work that is under way.
-PAUSE_S_MIN: Final = 50e-6
+#: Pauses between two looks at work that is under way and of which there is no news.
+PAUSE_S_MIN: Final = 200e-6
 PAUSE_S_MAX: Final = 1e-3
 
 #: What goes wrong is logged once in this time; what came meanwhile is counted.

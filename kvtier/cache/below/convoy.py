@@ -22,7 +22,7 @@ from kvtier.cache.below.fill import Arriving, Fill, Hold, Origin
 from kvtier.cache.executor import Executor, Fault, outcome_boundary
 from kvtier.cache.sequence import Sequence
 from kvtier.codecs.opaque import Pieces, copy_out
-from kvtier.constants import IO_THREADS_DEFAULT
+from kvtier.constants import CONVOY_STIR_PAYLOADS, IO_THREADS_DEFAULT, SHARD_BYTES_MAX
 from kvtier.errors import DeadlineError
 from kvtier.interfaces import Clock
 from kvtier.tiers.disk.volume import DiskPlace
@@ -91,21 +91,22 @@ class Convoy:
     """Brings some payloads up. Filled under the cache's lock, then begun without it, once.
 
     ``landed`` is called once for each landing, when what its fill came to is settled, and concludes
-    it; without a lock, in a reading thread or the executor's loop.
+    it; without a lock, in a reading thread or the executor's loop. ``stirred`` is called after
+    some of them, and after the last.
     """
 
     def __init__(
         self,
         executor: Executor,
         lane: int,
-        clock: Clock,
         landed: Callable[[Landing, Fill], None],
+        stirred: Callable[[], None],
     ) -> None:
         """``lane`` is the directory's."""
         self._executor = executor
         self._lane = lane
-        self._clock = clock
         self._landed = landed
+        self._stirred = stirred
         self._rides: list[_Ride] = []
         self._fills: dict[Landing, Fill] = {}
         self._waiting: deque[_Ride] = deque()
@@ -157,8 +158,10 @@ class Convoy:
             self._landed(landing, fill)
         with self._lock:
             self._left -= 1
-            last = not self._left
-        if last:
+            left = self._left
+        if left % CONVOY_STIR_PAYLOADS == 0:  # To wake somebody takes as long as a small read.
+            self._stirred()
+        if not left:
             self._all.set_result(None)
 
     def _ended(self, outcome: Fault | None) -> None:
@@ -172,6 +175,7 @@ class Convoy:
                 ride.done(DeadlineError("no answer in time"))  # Before its late end.
         for ride in late:
             self._landed(ride.landing, self._fills[ride.landing])
+        self._stirred()
 
 
 class ConvoySource:
@@ -202,7 +206,8 @@ class ConvoySource:
         """Ride along; the convoy has the one deadline of all."""
         del deadline
         (slot,) = arriving.slots.values()
-        work = self._disk.reading(arriving)
+        # Nobody weighs it against computing, so it need not tell early how fast it goes.
+        work = self._disk.reading(arriving, first_bytes=SHARD_BYTES_MAX)
         self._convoy.add(_Ride(self._landing, slot, work, done, late))
 
     def settle(self, outcome: Fault | None) -> MissReason | None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from kvtier.cache.below.fill import Arriving, Origin, UnwantedError
 from kvtier.cache.executor import Executor, Fault
+from kvtier.constants import READ_FIRST_BYTES
 from kvtier.errors import DeadlineError, MissingExtraError, RegistryError, ShardError
 from kvtier.tiers.disk.shard_files import DirectoryLostError
 from kvtier.tiers.disk.tier import DiskRecord, DiskTier
@@ -63,8 +64,13 @@ class DiskSource:
         """The directory's number."""
         return self._volume.number
 
-    def reading(self, arriving: Arriving) -> Callable[[], None]:
-        """Return what reads and verifies shard after shard; it blocks, and raises a ``Fault``."""
+    def reading(
+        self, arriving: Arriving, *, first_bytes: int = READ_FIRST_BYTES
+    ) -> Callable[[], None]:
+        """Return what reads and verifies shard after shard; it blocks, and raises a ``Fault``.
+
+        ``first_bytes`` is as in ``ShardFiles.read``.
+        """
         files = self._volume.files
         places = {shard: self._record.places[shard] for shard in arriving.slots}
 
@@ -79,7 +85,8 @@ class DiskSource:
 
                 expected = replace(arriving.expected[shard], stored_bytes=place.nbytes)
                 try:
-                    files.read(path, arriving.slots[shard], expected, progress)
+                    slot = arriving.slots[shard]
+                    files.read(path, slot, expected, progress, first_bytes=first_bytes)
                 except ShardError:
                     self._failed = shard
                     raise

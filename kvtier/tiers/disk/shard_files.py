@@ -235,11 +235,18 @@ class ShardFiles:
             raise
 
     def read(
-        self, path: str, slot: memoryview, expected: Expected, progress: Callable[[int], None]
+        self,
+        path: str,
+        slot: memoryview,
+        expected: Expected,
+        progress: Callable[[int], None],
+        *,
+        first_bytes: int = READ_FIRST_BYTES,
     ) -> None:
         """Read a shard into its slot, verifying as it comes.
 
         ``progress(n)`` is called in this thread each time the first ``n`` sections are verified.
+        The first read of a shard of ``first_bytes`` and more is short, to tell how fast it goes.
         The caller owns the slot until this returns. Raises ``OSError``, ``DirectoryLostError``
         above all, ``ShardError`` when the bytes are not the expected shard, ``RegistryError`` or
         ``MissingExtraError`` where the byte codec that encoded it is not installed.
@@ -248,7 +255,7 @@ class ShardFiles:
             self._read_encoded(path, slot, expected, progress)
             return
         arrival = Arrival(slot, expected)
-        for step in _steps(expected.geometry):
+        for step in _steps(expected.geometry, first_bytes):
             self._read(path, step.start, slot[step.start : step.end])
             arrival.take(step)
             progress(step.sections.stop)
@@ -331,9 +338,9 @@ class ShardFiles:
             self._unwritten = None
 
 
-def _steps(geometry: ShardGeometry) -> list[Step]:
-    """Cut a shard into reads; the first one of a large shard is short, to tell how fast it goes."""
-    if geometry.shard_bytes < READ_FIRST_BYTES:
+def _steps(geometry: ShardGeometry, first_bytes: int) -> list[Step]:
+    """Cut a shard into reads; the first one of a large shard is short."""
+    if geometry.shard_bytes < first_bytes:
         return read_steps(geometry, READ_STEP_BYTES)
     end = (*geometry.section_offsets[1:], geometry.shard_bytes)[0]
     first, *rest = read_steps(geometry, READ_STEP_BYTES)
