@@ -113,7 +113,7 @@ class PlugOptions:
             disk,
             remotes,
             policy=self.policy,
-            slab_bytes=min(SLAB_BYTES_DEFAULT, self.dram_bytes),
+            slab_bytes=min(SLAB_BYTES_DEFAULT, self.dram_bytes or SLAB_BYTES_DEFAULT),
             load_deadline_s=self.load_deadline_s,
             pending_deadline_s=self.lookup_deadline_s,
         )

@@ -124,7 +124,7 @@ class Options:
             remotes=remotes,
             codec=self.codec,
             policy=self.policy,
-            slab_bytes=min(SLAB_BYTES_DEFAULT, self.dram_bytes),
+            slab_bytes=min(SLAB_BYTES_DEFAULT, self.dram_bytes or SLAB_BYTES_DEFAULT),
             workers=workers,
             shared=shared,
             load_deadline_s=self.load_deadline_s,

@@ -181,7 +181,13 @@ def _open_worker(
     """Reach the arena: the cache's own in this process, else by the handle in the orders."""
     cache = _CACHES.get(setup.engine_id)
     if cache is not None:
-        worker = CacheWorker(placement, cache.arena, codecs=cache.codecs, clock=setup.clock)
+        worker = CacheWorker(
+            placement,
+            cache.arena,
+            codecs=cache.codecs,
+            window=cache.window,
+            clock=setup.clock,
+        )
     elif orders.arena is not None:
         codecs = _codecs(setup)
         worker = CacheWorker(placement, map_arena(orders.arena), codecs=codecs, clock=setup.clock)
