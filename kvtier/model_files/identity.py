@@ -19,6 +19,7 @@ from kvtier.model_files.folder import CONFIG_NAME, read_json, weight_files
 
 #: As many as hide how long one core takes to sum what a disk can read.
 _THREADS: Final = 4
+_IDS_KEPT_MAX: Final = 256
 _HEADER_BYTES_MAX: Final = 100_000_000
 #: What a config says of itself and of how it is computed rather than of the model.
 _ASIDE: Final = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
@@ -60,7 +61,8 @@ def folder_weights_id(folder: Path) -> str:
 
     try:
         with _alone():
-            return (cached_folder(f"weights_ids/{name}", build) / "id").read_text(encoding="ascii")
+            made = cached_folder("weights_ids", name, build, kept_max=_IDS_KEPT_MAX)
+            return (made / "id").read_text(encoding="ascii")
     except OSError:
         return _identity(paths, config)
 

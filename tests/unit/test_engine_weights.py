@@ -12,7 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvtier.errors import ConfigError
-from kvtier.model_files.cache import cache_folder, cached_folder, file_identity
+from kvtier.model_files.cache import (
+    STAGING_S_MAX,
+    cache_folder,
+    cached_folder,
+    file_identity,
+)
 from kvtier.model_files.folder import INDEX_NAME
 from kvtier.types import GroupKind
 from kvtier_engine.weights.load import kv_layout, load_model
@@ -226,20 +231,45 @@ def test_an_interrupted_build_leaves_nothing_to_be_used(own_cache: Path) -> None
         raise BuildInterruptedError
 
     with pytest.raises(BuildInterruptedError):
-        cached_folder("models/x", torn)
+        cached_folder("models", "x", torn, kept_max=1)
     assert not (own_cache / "models" / "x").exists()
     assert not list((own_cache / "models").iterdir())
-    folder = cached_folder("models/x", writing("whole"))
+    folder = cached_folder("models", "x", writing("whole"), kept_max=1)
     assert (folder / "data").read_text() == "whole"
 
 
 def test_of_two_builders_the_first_wins(own_cache: Path) -> None:
     def slow(folder: Path) -> None:
         (folder / "data").write_text("second")
-        cached_folder("x", writing("first"))
+        cached_folder("models", "x", writing("first"), kept_max=1)
 
-    assert (cached_folder("x", slow) / "data").read_text() == "first"
-    assert [path.name for path in own_cache.iterdir()] == ["x"]
+    made = cached_folder("models", "x", slow, kept_max=1)
+    assert (made / "data").read_text() == "first"
+    assert [path.name for path in (own_cache / "models").iterdir()] == ["x"]
+
+
+def test_of_a_kind_those_are_kept_that_were_asked_for_last(own_cache: Path) -> None:
+    beside = own_cache / "disk"
+    beside.mkdir(parents=True)
+    for name in ("a", "b"):
+        folder = cached_folder("models", name, writing(name), kept_max=2)
+        os.utime(folder, (0.0, {"a": 1000.0, "b": 2000.0}[name]))
+    assert cached_folder("models", "a", writing("never"), kept_max=2).stat().st_mtime > 2000.0
+    cached_folder("models", "c", writing("c"), kept_max=2)
+    cached_folder("others", "d", writing("d"), kept_max=2)
+    assert {path.name for path in (own_cache / "models").iterdir()} == {"a", "c"}
+    assert (own_cache / "others" / "d").is_dir()
+    assert beside.is_dir(), "what is not a result stays"
+
+
+def test_what_a_dead_builder_left_goes_after_a_day(own_cache: Path) -> None:
+    dead, alive = own_cache / "models" / ".x-dead", own_cache / "models" / ".x-alive"
+    for folder in (dead, alive):
+        folder.mkdir(parents=True)
+        (folder / "data").write_text("half")
+    os.utime(dead, (0.0, alive.stat().st_mtime - STAGING_S_MAX - 60.0))
+    cached_folder("models", "x", writing("whole"), kept_max=1)
+    assert {path.name for path in (own_cache / "models").iterdir()} == {".x-alive", "x"}
 
 
 def test_identity_sees_path_size_time_and_purpose(tmp_path: Path) -> None:

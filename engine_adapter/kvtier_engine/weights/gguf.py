@@ -8,6 +8,7 @@ embedding, and the tokenizer stands in the file's metadata.
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from kvtier_engine.weights.gguf_tokenizer import build_tokenizer
 
 #: Rises when this module writes other folders from the same file.
 CONVERSION = "gguf folder 1"
+#: Files whose folders are kept; one is as large as the model in float32.
+CONVERSIONS_KEPT_MAX = 3
 
 _MODEL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -50,7 +53,8 @@ def gguf_folder(path: Path) -> Path:
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
     name = file_identity([path], CONVERSION)
-    return cached_folder(f"models/{name}", lambda folder: _convert(path, folder))
+    convert = partial(_convert, path)
+    return cached_folder("models", name, convert, kept_max=CONVERSIONS_KEPT_MAX)
 
 
 class _Metadata:
