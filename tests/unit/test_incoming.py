@@ -7,45 +7,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from unittest import mock
 
-import numpy as np
 import pytest
 
 from kvtier.codecs.zstd import ZstdCodec
 from kvtier.errors import FormatError, IdentityError, ShardError
-from kvtier.shard_format import ShardDescription, seal, shard_geometry
-from kvtier.stored_shard import encode_shard, stored_bytes_max
+from kvtier.shard_format import shard_geometry
 from kvtier.tiers.arrival import Expected
 from kvtier.tiers.decoding import ByteCodecs
 from kvtier.tiers.remote import incoming as incoming_module
 from kvtier.tiers.remote.incoming import Incoming, OtherCodecError, Part
 from kvtier.tiers.scratch import Scratch
-from kvtier.types import ChunkKey, ShardId, ShardLayout
+from kvtier.types import ChunkKey
+from tests.lib.toy_shard import EXPECTED, GEOMETRY, shard_and_stored
 
-LAYOUT = ShardLayout(
-    layers=3, kv_heads=1, k_dim=64, v_dim=64, dtype="float32", tokens=64, section_layers=1
-)
-GEOMETRY = shard_geometry([2 * 64 * 64 * 4] * 3)
-DESCRIPTION = ShardDescription(
-    chunk=ChunkKey(b"c" * 32),
-    shard=ShardId(0, 0, 0),
-    parent=None,
-    position=0,
-    namespace=b"n" * 32,
-    codec="raw",
-    codec_params={},
-    layout=LAYOUT,
-    token_count=64,
-    has_sinks=False,
-    section_bytes=GEOMETRY.section_bytes,
-)
-EXPECTED = Expected(
-    chunk=DESCRIPTION.chunk,
-    shard=DESCRIPTION.shard,
-    namespace=DESCRIPTION.namespace,
-    codec="raw",
-    layout=LAYOUT,
-    geometry=GEOMETRY,
-)
 SECTIONS = 3
 
 
@@ -58,15 +32,7 @@ def small_steps() -> Iterator[None]:
 
 def objects() -> dict[str, bytes]:
     """The same shard, sealed and encoded."""
-    shard = bytearray(GEOMETRY.shard_bytes)
-    draws = np.random.default_rng(1)
-    for start, nbytes in zip(GEOMETRY.section_offsets, GEOMETRY.section_bytes, strict=True):
-        shard[start : start + nbytes] = draws.standard_normal(nbytes // 4).astype("<f4").tobytes()
-    header = seal(memoryview(shard), DESCRIPTION)
-    codec = ZstdCodec()
-    into = memoryview(bytearray(stored_bytes_max(header, codec)))
-    encoded = encode_shard(memoryview(shard), header, codec, into)
-    assert encoded is not None
+    shard, encoded = shard_and_stored(ZstdCodec())
     return {"sealed": bytes(shard), "encoded": bytes(encoded)}
 
 
