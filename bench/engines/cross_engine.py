@@ -301,7 +301,7 @@ def main() -> int:
             text = asked.cases[index]
             try:
                 bench.run(Case.read(text), control=asked.control and not index)
-            except ProcessError as error:
+            except (ProcessError, OSError) as error:
                 say(f"{text}: {error}")
                 return False
             return True
