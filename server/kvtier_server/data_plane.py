@@ -12,6 +12,7 @@ from typing import Final
 from kvtier.cache.cache import Cache
 from kvtier.constants import DAEMON_BYTES_MAX, WIRE_STALL_S_MAX
 from kvtier.interfaces import Clock
+from kvtier_server.acceptor import Acceptor
 from kvtier_server.budget import Budget
 from kvtier_server.counters import Counters
 from kvtier_server.credentials import Door
@@ -19,10 +20,10 @@ from kvtier_server.objects import Objects, namespace_of
 from kvtier_server.session import Session
 from kvtier_server.settings import Address
 from kvtier_server.shared import Sharing
+from kvtier_server.turns import Turns
 
 _LOOK_S: Final = 1.0
 _DRAIN_LOOK_S: Final = 0.05
-_BACKLOG: Final = 1024
 
 
 class DataPlane:
@@ -47,8 +48,9 @@ class DataPlane:
         self._connections_max = connections_max
         self._idle_s = idle_s
         self._objects: dict[str, Objects] = {}
+        self._turns = Turns()
         self._sessions: set[Session] = set()
-        self._servers: list[asyncio.AbstractServer] = []
+        self._acceptors: list[Acceptor] = []
         self._looking: asyncio.Task[None] | None = None
         self._draining = False
         self._all_left = asyncio.Event()
@@ -73,23 +75,13 @@ class DataPlane:
         """True once it has begun to stop."""
         return self._draining
 
-    async def listen(self, bound: socket.socket, tls: ssl.SSLContext | None) -> str:
+    def listen(self, bound: socket.socket, tls: ssl.SSLContext | None) -> str:
         """Listen on a bound socket; return the address as a client names it."""
-        loop = asyncio.get_running_loop()
-        if bound.family == socket.AF_UNIX:
-            unix = await loop.create_unix_server(
-                lambda: Session(self, unix=True).link, sock=bound, backlog=_BACKLOG
-            )
-            self._servers.append(unix)
+        unix = bound.family == socket.AF_UNIX
+        made = Acceptor(bound, lambda: Session(self, unix=unix).link, None if unix else tls)
+        self._acceptors.append(made)
+        if unix:
             return f"kvtier+unix://{bound.getsockname()}"
-        tcp = await loop.create_server(
-            lambda: Session(self, unix=False).link,
-            sock=bound,
-            ssl=tls,
-            ssl_handshake_timeout=WIRE_STALL_S_MAX if tls is not None else None,
-            backlog=_BACKLOG,
-        )
-        self._servers.append(tcp)
         host, port = bound.getsockname()[:2]
         return f"{'kvtier' if tls is None else 'kvtiers'}://{Address(host, port)}"
 
@@ -100,8 +92,8 @@ class DataPlane:
     async def drain(self, seconds: float) -> None:
         """Let nobody in, let what runs finish within the time, cut off what is left."""
         self._draining = True
-        for server in self._servers:
-            server.close()
+        for acceptor in self._acceptors:
+            acceptor.close()
         until_s = self.clock.now() + seconds
         while self._sessions and self.clock.now() < until_s:
             for session in [each for each in self._sessions if each.idle]:
@@ -110,6 +102,8 @@ class DataPlane:
         for session in list(self._sessions):
             session.link.abort()
         await self._wait_until_left(_LOOK_S)
+        for acceptor in self._acceptors:
+            await acceptor.ended(_DRAIN_LOOK_S)
         if self._looking is not None:
             self._looking.cancel()
 
@@ -135,7 +129,7 @@ class DataPlane:
         if name is None:
             return None
         if name not in self._objects:
-            self._objects[name] = Objects(self._cache, namespace_of(name), self.clock)
+            self._objects[name] = Objects(self._cache, namespace_of(name), self.clock, self._turns)
         return self._objects[name]
 
     def enter(self, session: Session) -> str:

@@ -29,6 +29,7 @@ from kvtier.keys import foreign_key, tenant_digest
 from kvtier.tiers.owned_memory import Region
 from kvtier.types import Blocks, ChunkKey, MissReason, Move, Namespace, Plan, Result
 from kvtier.wire import Status
+from kvtier_server.turns import Turns
 
 _SCHEME: Final = "kvtier objects 1"
 _BEHIND: Final = b"\x01"
@@ -62,6 +63,12 @@ class Fault:
 
     status: Status
     text: str = ""
+
+
+#: Whoever waits until fewer stores are under way; keys are bytes.
+_ROOM: Final = "room"
+_BUSY: Final = Fault(Status.LATE, "the object of that key was busy for too long")
+_FULL: Final = Fault(Status.LATE, "too much was being written for too long")
 
 
 class Held:
@@ -112,8 +119,12 @@ class Filling:
 class Objects:
     """The objects of one namespace. Its methods belong to one event loop; none blocks it."""
 
-    def __init__(self, cache: Cache, namespace: Namespace, clock: Clock) -> None:
+    def __init__(
+        self, cache: Cache, namespace: Namespace, clock: Clock, turns: Turns | None = None
+    ) -> None:
+        """``turns`` are those of all who write to the cache."""
         self._cache = cache
+        self._turns = Turns() if turns is None else turns
         self._namespace = namespace
         self._owner = tenant_digest(namespace.tenant_salt)
         self._clock = clock
@@ -201,25 +212,57 @@ class Objects:
         return Held(self._cache.arena, start, nbytes, partial(_answer, self._cache, plan))
 
     async def reserve(self, key: bytes, nbytes: int, *, deadline: float) -> Filling | Fault:
-        """Make room for a new object; the old one is gone from now on."""
+        """Make room for a new object; the old one is gone from now on.
+
+        Writers of one key, and whoever waits for room, go on in the order in which they came.
+        """
         payload = self._payload(self.address(key), nbytes + len(_BEHIND))
+        if not await self._turns.take(payload.key, self._left_s(deadline)):
+            return _BUSY
+        try:
+            return await self._replaced(payload, deadline)
+        finally:
+            self._turns.give(payload.key)
+
+    async def _replaced(self, payload: Payload, deadline: float) -> Filling | Fault:
         pause_s = _PAUSE_S_MIN
         while True:
             if self._cache.remove([payload.key])[0]:
-                plan = self._cache.begin_store(payload, range(1), _BLOCKS)
-                if plan is not None:
-                    move = plan.moves[0]
-                    start = move.slot.offset + move.payload_offset
-                    slot = self._cache.arena[start : start + nbytes + len(_BEHIND)]
-                    return Filling(self._cache, plan, slot)
-                reason = payload.refused or MissReason.UNAVAILABLE
-                if reason is not MissReason.UNAVAILABLE:
-                    return Fault(Status.REFUSED, f"no room for it: {reason.value}")
-            # Somebody else writes the same key, or the old object is on its way to disk.
+                if not await self._turns.take(_ROOM, self._left_s(deadline)):
+                    return _FULL
+                try:
+                    outcome = await self._begun(payload, deadline)
+                finally:
+                    self._turns.give(_ROOM)
+                if outcome is not None:
+                    return outcome
+            # It is being filled, for somebody else or from below, or is on its way to disk.
             if self._clock.now() >= deadline:
-                return Fault(Status.LATE, "the object of that key was busy for too long")
+                return _BUSY
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
+
+    async def _begun(self, payload: Payload, deadline: float) -> Filling | Fault | None:
+        """Begin to store, when there is room; None: something of that key is there again."""
+        pause_s = _PAUSE_S_MIN
+        while True:
+            plan = self._cache.begin_store(payload, range(1), _BLOCKS)
+            if plan is not None:
+                move = plan.moves[0]
+                start = move.slot.offset + move.payload_offset
+                slot = self._cache.arena[start : start + _size_of(move.codec)]
+                return Filling(self._cache, plan, slot)
+            if payload.refused is None:
+                return None
+            if payload.refused is not MissReason.UNAVAILABLE:
+                return Fault(Status.REFUSED, f"no room for it: {payload.refused.value}")
+            if self._clock.now() >= deadline:
+                return _FULL
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSE_S_MAX)
+
+    def _left_s(self, deadline: float) -> float:
+        return deadline - self._clock.now()
 
     async def delete(self, keys: Sequence[bytes], *, deadline: float) -> bool:
         """Forget objects; False: by the deadline some could not go."""

@@ -107,7 +107,7 @@ async def _serve(
     control = Control(snapshot, live, keeper, check, lambda: plane.credentials, stopping.set)
     app = create_app(control, history)
     try:
-        urls = [await plane.listen(listener, tls) for listener in listeners]
+        urls = [plane.listen(listener, tls) for listener in listeners]
         plane.start()
         async with (
             _control(app, http, http_tls) as url,

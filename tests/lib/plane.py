@@ -118,7 +118,7 @@ async def data_plane(folder: Path, *, exported_to: str = "") -> AsyncIterator[Pl
     )
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(folder / "socket"))
-        await made.listen(bound, None)
+        made.listen(bound, None)
         yield Plane(made, cache, clock, str(folder / "socket"))
         clock.ahead_s = 0.0
         await made.drain(5)
