@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 VLLM_PROGRAM: Final = Path(__file__).with_name("cross_vllm.py")
 _TOP: Final = 20
 _STOP_S: Final = 60
+_ENGINES_MAX: Final = 6
 _ADDRESS: Final = re.compile(r" on (http://\S+)/v1")
 _LISTENING: Final = re.compile(r"^  serves  (\S+)")
 #: Of the environment in which vLLM runs the connector beside its scheduler, and says little.
@@ -36,6 +37,10 @@ _VLLM: Final = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
+
+
+_LIBC: Final = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,8 @@ class Process:
                 stderr=errors if told else subprocess.STDOUT,
                 text=True,
                 env=place.environment(_VLLM if told else None),
+                # One call into libc, looked up before the fork: no lock is waited for in the child.
+                preexec_fn=_die_with_us,  # noqa: PLW1509
             )
         assert self._process.stdin is not None
         with self._process.stdin as given:
@@ -191,16 +198,13 @@ def run_serve(
 def running_daemon(place: Place, socket: Path, log: Path) -> Iterator[str]:
     """Run a cache server and yield its URL."""
     start = "import sys; from kvtier.cli.main import run; sys.exit(run())"
+    # It lives as long as all the engines of a case.
+    place = replace(place, limit_s=_ENGINES_MAX * place.limit_s)
     listen = ["--listen", f"unix:{socket}", "--dram", "2GiB"]
     with closing(Process(["-c", start, "daemon", *listen], place, log=log)) as process:
         _, line = process.line(_LISTENING)
         yield line[1]
         process.end(signal.SIGTERM)
-
-
-def here(path: str, limit_s: float) -> Place:
-    """Return this interpreter, with a path before its own."""
-    return Place(sys.executable, path, limit_s)
 
 
 def _asked(url: str, tokens: Sequence[int], orders: Orders, names: Mapping[str, int]) -> Answer:
@@ -235,6 +239,11 @@ def _wait_for_tiers(url: str) -> None:
         if all(tier["state"] != "opening" for tier in tiers):
             return
         time.sleep(0.05)
+
+
+def _die_with_us() -> None:
+    """In the child: be killed when the thread that started it ends, however that comes about."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _ids_by_name(model: Path) -> dict[str, int]:
