@@ -118,3 +118,12 @@ def test_other_versions_are_refused_unless_forced(version: str) -> None:
 def test_each_version_has_its_words_for_tiers(version: str, disk: str) -> None:
     assert media(version)[Tier.DRAM] == "CPU"
     assert media(version)[Tier.DISK] == disk
+
+
+def test_without_dram_chunks_pass_through_from_a_store_below() -> None:
+    config = parse_options({"dram": 0, "remote": "kvtier+unix:///s"}).cache_config(
+        ONE, shared=False
+    )
+    assert config.dram_bytes == 0
+    with pytest.raises(ConfigError, match="dram_bytes = 0"):
+        parse_options({"dram": 0}).cache_config(ONE, shared=False)
