@@ -4,8 +4,8 @@ Chunks of Llama-3.1-8B's shape, half of its layers, lie in a ``kvtier daemon`` o
 loaded into a pool in the host's memory, in turns: read where they lie (``lent``), copied into a
 staging area first (``copied``), both without a DRAM tier; copied into an engine's DRAM tier that
 had nothing of them (``tier``); and from that tier, once they are there (``held``). Each load
-verifies what it gets, but the last. Beside the speed stands what both processes take of a core for each GB.
-The gate is that every byte comes back, and that nothing is copied where nothing is to be.
+verifies what it gets, but the last. Beside the speed stands what both processes take of a core for
+each GB. The gate is that every byte comes back, and that nothing is copied where nothing is to be.
 
     python bench/tiers/without_dram.py [--smoke] [--rounds N]
 """
