@@ -13,10 +13,10 @@ import pytest
 
 from kvtier.errors import ConnectorDataError, ConnectorError
 from kvtier.interfaces import Connector
+from kvtier.testing.connector_script import Script
 from kvtier.types import ReadRequest
 from kvtier_connectors.decorators.encrypted import Encrypted
 from kvtier_connectors.files import FileConnector, folder
-from tests.lib.connector_script import Script
 
 #: Small, so that objects of several steps are.
 STEP_BYTES = 1 << 16

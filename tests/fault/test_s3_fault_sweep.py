@@ -13,14 +13,14 @@ import pytest
 from kvtier.constants import KIB, MIB
 from kvtier.errors import ConnectorError, ConnectorTimeoutError, ConnectorUnavailableError
 from kvtier.testing.connector_contract import payload_of
+from kvtier.testing.connector_script import Script
+from kvtier.testing.stream_proxy import At, Mischief, StreamProxy, Way, stream_proxy
 from kvtier.types import ReadRequest, WriteItem
 from kvtier_connectors.decorators.encrypted import Encrypted
 from kvtier_connectors.s3 import S3Connector
 from kvtier_connectors.s3.settings import parse_url
-from tests.lib.connector_script import Script
 from tests.lib.fault_proxy import FaultProxy, Plan, Trouble, fault_proxy
 from tests.lib.s3_servers import BUCKET, client, seaweed, url_of, use_credentials
-from tests.lib.stream_proxy import At, Mischief, StreamProxy, Way, stream_proxy
 
 #: S3 takes no smaller parts, so one large object of two of them is enough.
 PART_BYTES = 5 * MIB

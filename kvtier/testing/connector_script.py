@@ -29,6 +29,7 @@ class Script:
         self.left: list[bool] = []
 
     async def run(self, connector: Connector) -> None:
+        """Use every method once. Faults are outcomes; wrong bytes are an ``AssertionError``."""
         items = [WriteItem(key, memoryview(data)) for key, data in self._objects.items()]
         self.written = await connector.write(items)
         self.there = await connector.contains([*self._objects, self._absent])
