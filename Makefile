@@ -86,7 +86,7 @@ soak: $(READY) ## long runs of the random tests, with a fresh seed: make soak SC
 	{ echo "commit $$(git rev-parse HEAD), $$(uname -srm)"; \
 	  KVTIER_SEED=$$seed KVTIER_SCALE=$(SCALE) \
 		.venv/bin/python -m pytest -m soak --timeout=0 -o faulthandler_timeout=0 $(ARGS); \
-	  echo "exit status $$?"; } 2>&1 | sed 's|$(CURDIR)|.|g' | tee "$$report"; \
+	  echo "exit status $$?"; } 2>&1 | sed -u 's|$(CURDIR)|.|g' | tee "$$report"; \
 	echo "report: $$report"; \
 	tail -n 1 "$$report" | grep -q 'exit status 0'
 

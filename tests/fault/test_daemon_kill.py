@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import sys
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from kvtier.errors import ConnectorError
 from kvtier.interfaces import Connector
 from kvtier.registry import connect
-from kvtier.testing.connector_contract import payload_of
+from kvtier.testing.connector_contract import get_whole, payload_of, put
 from kvtier.types import ReadRequest, WriteItem
-from tests.lib.daemon import daemon
+from tests.lib.daemon import PROGRAM, daemon
 from tests.lib.program import free_port
 
 OPERATIONS = 600
@@ -130,6 +133,39 @@ async def test_what_is_on_disk_outlives_the_server(tmp_path: Path) -> None:
         assert outcomes == [size_of(key) for key in keys]
         assert [bytes(each) for each in buffers] == [payload_of(k, size_of(k)) for k in keys]
         await connector.close()
+
+
+#: The program with another wall clock, ``sys.argv[1]`` days ahead.
+LATER = """
+import sys, time
+days, seconds, nanoseconds = int(sys.argv.pop(1)), time.time, time.time_ns
+time.time = lambda: seconds() + days * 86400
+time.time_ns = lambda: nanoseconds() + days * 86400 * 10**9
+from kvtier.cli.main import run
+run(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("days", [400, -400])
+async def test_b68_objects_outlive_a_restart_whatever_the_clock_says(
+    tmp_path: Path, days: int
+) -> None:
+    """Nothing of an object ends by the wall clock: not what was on disk, not what is new."""
+    keys = [b"key" + number.to_bytes(2, "big") for number in range(1, 6)]
+    options = (f"--disk={tmp_path}/disk", "--disk-bytes=64MiB")
+    sizes = {key: size_of(key) for key in keys}
+    objects = {key: payload_of(key, nbytes) for key, nbytes in sizes.items()}
+    first = True
+    for program in ((PROGRAM,), (sys.executable, "-c", LATER, str(days)), (PROGRAM,)):
+        with daemon(*options, program=program) as running:
+            connector = connect(running.urls[0])
+            if not first:
+                assert await get_whole(connector, sizes) == list(objects.values())
+            first = False
+            await put(connector, objects)
+            assert await get_whole(connector, sizes) == list(objects.values())
+            await connector.close()
+            assert running.stop() == 0
 
 
 async def test_b78_a_flipped_bit_on_disk_is_a_miss(tmp_path: Path) -> None:

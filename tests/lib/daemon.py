@@ -71,14 +71,19 @@ class Daemon(Program):
 
 
 @contextmanager
-def daemon(*arguments: str, listen: Sequence[str] = ("127.0.0.1:0",)) -> Iterator[Daemon]:
+def daemon(
+    *arguments: str,
+    listen: Sequence[str] = ("127.0.0.1:0",),
+    program: Sequence[str | Path] = (PROGRAM,),
+) -> Iterator[Daemon]:
     """Start the program and yield once it serves; kill it if it still runs after.
 
     Fails when it has logged a traceback: no fault that a test makes is unexpected.
     """
     options = [f"--listen={each}" for each in listen]
     options += [] if any(each.startswith("--dram") for each in arguments) else ["--dram=128MiB"]
-    command: list[str | Path] = [PROGRAM, "daemon", *options, "--http=127.0.0.1:0", *arguments]
+    command: list[str | Path] = [*program, "daemon", *options]
+    command += ["--http=127.0.0.1:0", *arguments]
     with running(Daemon, command) as server:
         server.wait_until_serving(len(listen))
         yield server
