@@ -20,6 +20,9 @@ from kvtier.wire import (
 )
 from kvtier.wire_fields import WireError, WireVersionError
 
+_BUFFER_BYTES: Final = 4096
+#: Where the bytes go that nobody wants; nobody reads them.
+_NOWHERE: Final = memoryview(bytearray(WIRE_HEADER_BYTES_MAX))
 _KINDS: Final = {int(kind): kind for kind in Kind}
 
 
@@ -32,8 +35,9 @@ class Frame:
 
 
 class Parser:
-    """Turns one side's bytes into frames, within a buffer of fixed size.
+    """Turns one side's bytes into frames, within a buffer of bounded size.
 
+    Most headers are short and most connections idle, so it is small but while a long one comes.
     The owner fills what ``buffer`` gives and says so with ``received``, then takes frames with
     ``next`` until there is none. Behind a frame with a payload it says with ``place`` where that
     belongs, before it goes on; most of it is then received there without a copy.
@@ -42,7 +46,7 @@ class Parser:
     def __init__(self, accepts: Collection[Kind]) -> None:
         """Take frames of these kinds; any other is an error."""
         self._accepts = accepts
-        self._buffer = memoryview(bytearray(PREFIX_BYTES + WIRE_HEADER_BYTES_MAX))
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._start = self._end = 0
         self._target: memoryview | None = None
         self._filled = 0
@@ -59,7 +63,7 @@ class Parser:
         if self._left and self._placed:
             if self._target is not None:
                 return self._target[self._filled :]
-            return self._buffer[: self._left]  # Nobody wants them.
+            return _NOWHERE[: self._left]
         if self._end == len(self._buffer):
             self._move_down()
         free = self._buffer[self._end :]
@@ -89,14 +93,14 @@ class Parser:
         prefix = PREFIX.unpack_from(self._buffer, self._start)
         kind, header_bytes, payload_bytes = _checked_prefix(prefix, self._accepts)
         if have < PREFIX_BYTES + header_bytes:
+            self._make_room(PREFIX_BYTES + header_bytes)
             return None
         start = self._start + PREFIX_BYTES
         message = decode(kind, self._buffer[start : start + header_bytes])
         self._start = start + header_bytes
         self._left = payload_bytes
         self._placed = not payload_bytes
-        if self._start == self._end:
-            self._start = self._end = 0
+        self._reuse()
         return Frame(message, payload_bytes)
 
     @property
@@ -119,12 +123,26 @@ class Parser:
         self._start += here
         self._filled = here
         self._left -= here
-        if self._start == self._end:
-            self._start = self._end = 0
+        self._reuse()
 
     def discard(self) -> None:
         """Write no more to the target: the rest of the payload goes nowhere."""
         self._target = None
+
+    def _reuse(self) -> None:
+        """Begin at the start again once everything was taken, and need no more than usual."""
+        if self._start == self._end:
+            self._start = self._end = 0
+            if len(self._buffer) > _BUFFER_BYTES:
+                self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+
+    def _make_room(self, nbytes: int) -> None:
+        """Have room for a frame of so many bytes, of which some are there."""
+        if nbytes > len(self._buffer):
+            held = self._end - self._start
+            buffer = memoryview(bytearray(nbytes))
+            buffer[:held] = self._buffer[self._start : self._end]
+            self._buffer, self._start, self._end = buffer, 0, held
 
     def _move_down(self) -> None:
         held = self._end - self._start

@@ -51,6 +51,10 @@ _DiskBytes = Annotated[
 _Remote = Annotated[
     _Texts, typer.Option(metavar="URL", help="What to ask for what is not here; repeatable.")
 ]
+_RemoteCodec = Annotated[
+    _Text,
+    typer.Option(metavar="NAME", help="zstd: what goes to remotes is compressed; default: as is"),
+]
 _Policy = Annotated[
     _Text,
     typer.Option(help="What leaves first, in every tier.", show_default=_default("policy")),
@@ -88,6 +92,13 @@ _Connections = Annotated[
     int | None,
     typer.Option(help="Connections at a time.", show_default=_default("connections")),
 ]
+_IdleSeconds = Annotated[
+    float | None,
+    typer.Option(
+        help="After which a connection that wants nothing is closed.",
+        show_default=_default("idle_seconds"),
+    ),
+]
 _DrainSeconds = Annotated[
     float | None,
     typer.Option(
@@ -110,6 +121,7 @@ def daemon(
     disk: _Disk = None,
     disk_bytes: _DiskBytes = None,
     remote: _Remote = None,
+    remote_codec: _RemoteCodec = None,
     policy: _Policy = None,
     quota: _Quota = None,
     token_file: _TokenFile = None,
@@ -121,6 +133,7 @@ def daemon(
     insecure: _Insecure = None,
     shared_memory: _SharedMemory = None,
     connections: _Connections = None,
+    idle_seconds: _IdleSeconds = None,
     drain_seconds: _DrainSeconds = None,
     log_level: _LogLevel = None,
 ) -> None:
@@ -132,6 +145,7 @@ def daemon(
         "disk": disk,
         "disk_bytes": disk_bytes,
         "remote": remote,
+        "remote_codec": remote_codec,
         "policy": policy,
         "quota": quota,
         "token_file": token_file,
@@ -143,6 +157,7 @@ def daemon(
         "insecure": insecure,
         "shared_memory": shared_memory,
         "connections": connections,
+        "idle_seconds": idle_seconds,
         "drain_seconds": drain_seconds,
         "log_level": log_level,
     }

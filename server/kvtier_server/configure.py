@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+from kvtier.cache.below.encoder import named_encoder
 from kvtier.config import CacheConfig, DiskConfig, RemoteConfig, parse_size
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, MissingExtraError, RegistryError
 from kvtier.registry import connectors, split_scheme
 from kvtier_server.credentials import Door, Tokens, is_credential, read_tokens
 from kvtier_server.options import Options
@@ -43,6 +44,7 @@ def configure(options: Options) -> DaemonConfig:
         insecure=options.insecure,
         shared_memory=options.shared_memory,
         connections_max=options.connections,
+        idle_s=options.idle_seconds,
         drain_s=options.drain_seconds,
         log_level=options.log_level,
     )
@@ -55,12 +57,16 @@ def _operators(path: str | None) -> Tokens | None:
 def _cache_config(options: Options) -> CacheConfig:
     for url in options.remote:
         _check_remote(url)
+    _check_remote_codec(options)
     policy, dram_bytes = options.policy, _size("--dram", options.dram)
     try:
         return CacheConfig(
             dram_bytes,
             _disk_config(options) if options.disk else None,
-            remotes=tuple(RemoteConfig(url, policy=policy) for url in options.remote),
+            remotes=tuple(
+                RemoteConfig(url, policy=policy, byte_codec=options.remote_codec)
+                for url in options.remote
+            ),
             policy=policy,
         )
     except ConfigError as error:
@@ -81,6 +87,19 @@ def _check_remote(url: str) -> None:
         shown = scheme if separator else "(hidden)"
         allowed = f"URLs that start with {', '.join(known)} and ://"
         raise ConfigError(f"--remote = {shown!r}: allowed are {allowed}")
+
+
+def _check_remote_codec(options: Options) -> None:
+    """Refuse what encodes nothing, or is not installed."""
+    name = options.remote_codec
+    if name is None:
+        return
+    if not options.remote:
+        raise ConfigError(f"--remote-codec = {name!r}: allowed is with --remote alone")
+    try:
+        named_encoder(name)
+    except (RegistryError, MissingExtraError) as error:
+        raise ConfigError(f"--remote-codec = {name!r}: {error}") from error
 
 
 def _size(option: str, text: str) -> int:

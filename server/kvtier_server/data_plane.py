@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from kvtier.cache.cache import Cache
@@ -23,6 +23,8 @@ from kvtier_server.shared import Sharing
 from kvtier_server.turns import Turns
 
 _LOOK_S: Final = 1.0
+#: Connections that are looked after before others have their turn.
+_LOOK_COUNT: Final = 256
 _DRAIN_LOOK_S: Final = 0.05
 
 
@@ -107,10 +109,10 @@ class DataPlane:
         if self._looking is not None:
             self._looking.cancel()
 
-    def change(self, door: Door, connections_max: int) -> None:
+    def change(self, door: Door, connections_max: int, idle_s: float) -> None:
         """Go by these from now on; whoever came in by a way that is closed is sent away."""
         lost = [self._objects.get(name) for name in self._door.lost(door)]
-        self._door, self._connections_max = door, connections_max
+        self._door, self._connections_max, self._idle_s = door, connections_max, idle_s
         for session in list(self._sessions):
             if session.objects is not None and session.objects in lost:
                 session.refuse("its credential is withdrawn")
@@ -153,15 +155,21 @@ class DataPlane:
     async def _look_after(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_S)
-            self.look()
+            sessions = list(self._sessions)
+            for start in range(0, len(sessions), _LOOK_COUNT):
+                self._look_at(sessions[start : start + _LOOK_COUNT])
+                await asyncio.sleep(0)
 
     def look(self) -> None:
         """End connections that stall in a frame, never say who they are, or want nothing.
 
         And those that hold a lease for too long.
         """
+        self._look_at(list(self._sessions))
+
+    def _look_at(self, sessions: Sequence[Session]) -> None:
         now_s = self.clock.now()
-        for session in list(self._sessions):
+        for session in sessions:
             link = session.link
             silent_s = now_s - link.received_s
             # Nor is it waited for long that one who is sent away reads why.

@@ -91,7 +91,7 @@ class Live:
         config = self.config
         logging.getLogger().setLevel(config.log_level.upper())
         self._cache.tenants.limit(config.quota_bytes, config.quotas)
-        self._plane.change(config.door, config.connections_max)
+        self._plane.change(config.door, config.connections_max, config.idle_s)
         for address in config.listen:
             if address.path:
                 Path(address.path).chmod(config.socket_mode)

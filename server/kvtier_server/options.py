@@ -10,7 +10,12 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from kvtier.config import from_table, parse_size, reject_unknown
-from kvtier.constants import DAEMON_CONFIG_BYTES_MAX, DAEMON_CONNECTIONS_MAX, DAEMON_DRAIN_S
+from kvtier.constants import (
+    DAEMON_CONFIG_BYTES_MAX,
+    DAEMON_CONNECTIONS_MAX,
+    DAEMON_DRAIN_S,
+    DAEMON_IDLE_S_MAX,
+)
 from kvtier.errors import ConfigError
 
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
@@ -30,6 +35,7 @@ class Options:
     disk: tuple[str, ...] = ()
     disk_bytes: int = 100 << 30
     remote: tuple[str, ...] = ()
+    remote_codec: str | None = None
     policy: str = "lru"
     quota: str = "0"
     token_file: str | None = None
@@ -41,6 +47,7 @@ class Options:
     insecure: bool = False
     shared_memory: bool = True
     connections: int = DAEMON_CONNECTIONS_MAX
+    idle_seconds: float = DAEMON_IDLE_S_MAX
     drain_seconds: float = DAEMON_DRAIN_S
     log_level: str = "warning"
     quotas: Mapping[str, int] = field(default_factory=dict)
@@ -71,6 +78,8 @@ def read_options(path: str | None, given: Mapping[str, Any]) -> Options:
 def _check(options: Options) -> None:
     if not 1 <= options.connections <= 65_536:
         raise ConfigError(f"--connections = {options.connections}: allowed is 1 to 65536")
+    if not 1 <= options.idle_seconds <= 86_400:
+        raise ConfigError(f"--idle-seconds = {options.idle_seconds}: allowed is 1 to 86400")
     if not 0 <= options.drain_seconds <= 3600:
         raise ConfigError(f"--drain-seconds = {options.drain_seconds}: allowed is 0 to 3600")
     if options.log_level not in LOG_LEVELS:

@@ -33,7 +33,7 @@ from kvtier_server.keeper import Keeper
 from kvtier_server.live import Live
 from kvtier_server.settings import Address, DaemonConfig
 from kvtier_server.shared import exported
-from kvtier_server.sockets import bound
+from kvtier_server.sockets import bound, raise_descriptor_limit
 
 Say = Callable[[str], None]
 
@@ -46,6 +46,7 @@ def run_daemon(config: DaemonConfig, read: Callable[[], DaemonConfig], say: Say)
     At SIGHUP ``read`` reads the settings anew. ``say`` takes lines for the operator. Raises
     ``KVTierError`` for what cannot be served.
     """
+    descriptors = raise_descriptor_limit()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     tls = None if config.tls is None else config.tls.context()
     http_tls = None if config.http_tls is None else config.http_tls.context()
@@ -55,6 +56,8 @@ def run_daemon(config: DaemonConfig, read: Callable[[], DaemonConfig], say: Say)
             undo.enter_context(bound("--listen", address, mode=mode)) for address in config.listen
         ]
         http = None if config.http is None else undo.enter_context(bound("--http", config.http))
+        if 2 * config.connections_max > descriptors:
+            say(f"kvtier daemon: {_few(config.connections_max, descriptors)}")
         cache = Cache(exported(config))
         undo.callback(cache.close)
         uvloop.run(_serve(config, read, cache, listeners, http, (tls, http_tls), say))
@@ -121,6 +124,11 @@ async def _serve(
     finally:
         await check.stop()
         await plane.drain(0)
+
+
+def _few(connections: int, descriptors: int) -> str:
+    needed = "a connection takes one, or two where it shares memory"
+    return f"--connections is {connections}, and descriptors are {descriptors}: {needed}"
 
 
 async def _drain(plane: DataPlane, seconds: float, hurrying: asyncio.Event) -> None:

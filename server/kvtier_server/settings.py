@@ -146,7 +146,8 @@ class DaemonConfig:
             "dram": cache.dram_bytes,
             "disk": None if disk is None else disk.paths,
             "disk_bytes": None if disk is None else disk.capacity_bytes,
-            "remote": cache.remotes,
+            "remote": tuple(remote.url for remote in cache.remotes),
+            "remote_codec": _remote_codec(cache),
             "policy": cache.policy,
             "tls_cert": None if tls is None else tls.cert,
             "tls_key": None if tls is None else tls.key,
@@ -164,6 +165,7 @@ class DaemonConfig:
             "admin_token_file": self.operators,
             "allow_uid": set(self.door.uids),
             "connections": self.connections_max,
+            "idle_seconds": self.idle_s,
             "drain_seconds": self.drain_s,
             "log_level": self.log_level,
         }
@@ -183,6 +185,7 @@ class DaemonConfig:
             "disk_bytes": None if disk is None else format_size(disk.capacity_bytes),
             # There may be a password in the rest of a URL.
             "remote": [f"{each.url.partition('://')[0]}://***" for each in self.cache.remotes],
+            "remote_codec": _remote_codec(self.cache),
             "policy": self.cache.policy,
             "quota_bytes": self.quota_bytes,
             "quotas": {name: size for name, size in self.quotas.items() if may_see(name)},
@@ -199,6 +202,11 @@ class DaemonConfig:
             "drain_s": self.drain_s,
             "log_level": self.log_level,
         }
+
+
+def _remote_codec(cache: CacheConfig) -> str | None:
+    """Return what encodes what goes to remotes, all of them alike."""
+    return cache.remotes[0].byte_codec if cache.remotes else None
 
 
 def parse_address(option: str, text: str) -> Address:

@@ -1,9 +1,10 @@
-"""Binding addresses, before memory is taken: one that is in use is told at once."""
+"""Binding addresses, before memory is taken: one that is in use is told at once. Descriptors."""
 
 from __future__ import annotations
 
 import errno
 import os
+import resource
 import socket
 import stat
 from collections.abc import Iterator
@@ -32,6 +33,14 @@ def bound(option: str, address: Address, *, mode: int = 0o600) -> Iterator[socke
     finally:
         if address.path:
             Path(address.path).unlink(missing_ok=True)
+
+
+def raise_descriptor_limit() -> int:
+    """Let this process have as many descriptors as the system allows it; return how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
 
 
 def _bound_tcp(address: Address) -> socket.socket:

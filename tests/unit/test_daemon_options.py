@@ -108,3 +108,33 @@ def test_the_command_reads_the_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         run(["daemon", f"--config={file}"])
     assert "--listen = '0.0.0.0:1': whoever reaches this address" in capsys.readouterr().err
+
+
+def test_what_goes_to_remotes_is_encoded_as_told() -> None:
+    told = {"listen": ["127.0.0.1:0"], "remote": ["file:///a", "file:///b"]}
+    plain = configure(read_options(None, told))
+    zstd = configure(read_options(None, {**told, "remote_codec": "zstd"}))
+    assert [each.byte_codec for each in plain.cache.remotes] == [None, None]
+    assert [each.byte_codec for each in zstd.cache.remotes] == ["zstd", "zstd"]
+    assert zstd.shown()["remote_codec"] == "zstd"
+    # It cannot change while a server runs, and is named by itself.
+    before, after = plain.fixed(), zstd.fixed()
+    assert {name for name in before if before[name] != after[name]} == {"remote_codec"}
+
+
+@pytest.mark.parametrize("codec", ["zsdt", "raw"])
+def test_a_remote_codec_that_encodes_no_bytes_is_refused(codec: str) -> None:
+    told = {"listen": ["127.0.0.1:0"], "remote": ["file:///a"], "remote_codec": codec}
+    with pytest.raises(ConfigError, match=f"--remote-codec = '{codec}'"):
+        configure(read_options(None, told))
+
+
+def test_a_remote_codec_without_a_remote_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--remote-codec = 'zstd': allowed is with --remote"):
+        configure(read_options(None, {"listen": ["127.0.0.1:0"], "remote_codec": "zstd"}))
+
+
+@pytest.mark.parametrize("seconds", [0.5, 86_401, -1])
+def test_a_time_that_idle_connections_cannot_have_is_refused(seconds: float) -> None:
+    with pytest.raises(ConfigError, match="--idle-seconds"):
+        read_options(None, {"listen": ["127.0.0.1:0"], "idle_seconds": float(seconds)})
