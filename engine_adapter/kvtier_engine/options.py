@@ -255,7 +255,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
     Option(
         "max_num_batched_tokens", _whole(1, _COUNT_MAX), 512, "N", "tokens computed in one step"
     ),
-    Option("dram", _size(0), GIB, "SIZE", "size of the DRAM tier"),
+    Option("dram", _size(0), GIB, "SIZE", "size of the DRAM tier; 0, with a tier below it: none"),
     Option(
         "policy",
         _installed(policies),
