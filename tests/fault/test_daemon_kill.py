@@ -20,7 +20,7 @@ from kvtier.types import ReadRequest, WriteItem
 from tests.lib.daemon import PROGRAM, daemon
 from tests.lib.program import free_port
 
-OPERATIONS = 600
+OPERATIONS = 1000
 KEYS = 40
 WORKERS = 6
 CALL_S_MAX = 60.0
@@ -85,14 +85,19 @@ class Traffic:
                 self.outcomes["read"] += 1
 
 
+WAYS = {"tcp": "", "unix": "&shared=no", "shared": "&shared_from=1"}
+
+
+@pytest.mark.parametrize("way", WAYS)
 async def test_b73_a_killed_server_gives_no_wrong_byte_and_is_found_again(
-    tmp_path: Path, rng: random.Random
+    tmp_path: Path, rng: random.Random, way: str
 ) -> None:
-    listen = (f"127.0.0.1:{free_port()}",)
+    where = f"127.0.0.1:{free_port()}" if way == "tcp" else f"unix:{tmp_path}/socket"
+    listen, patient = (where,), f"timeout_s=20&connect_timeout_s=10&connections=3{WAYS[way]}"
     options = (f"--disk={tmp_path}/disk", "--disk-bytes=64MiB", "--dram=64MiB")
     with ExitStack() as servers:
         first = servers.enter_context(daemon(*options, listen=listen))
-        connector = connect(f"{first.urls[0]}?timeout_s=20&connect_timeout_s=10&connections=3")
+        connector = connect(f"{first.urls[0]}?{patient}")
         traffic = Traffic(connector, rng)
         running = asyncio.create_task(traffic.run(stop_after=OPERATIONS))
         await traffic.reached.wait()
@@ -102,9 +107,10 @@ async def test_b73_a_killed_server_gives_no_wrong_byte_and_is_found_again(
         # While it is away everything is a fault, at once.
         await traffic.run(stop_after=60)
         away, traffic.outcomes = traffic.outcomes, Counter()
-        await asyncio.to_thread(servers.enter_context, daemon(*options, listen=listen))
+        second = await asyncio.to_thread(servers.enter_context, daemon(*options, listen=listen))
         await traffic.run(stop_after=OPERATIONS // 2)
         after = traffic.outcomes
+        counted = await asyncio.to_thread(second.connections)
         await connector.close()
     assert before["read"] > 0
     assert before["written"] > 0
@@ -113,6 +119,7 @@ async def test_b73_a_killed_server_gives_no_wrong_byte_and_is_found_again(
     assert after["read"] > 0
     assert after["written"] > 0
     assert not after["fault"], after
+    assert bool(counted["leases"]) == (way == "shared")
 
 
 async def test_what_is_on_disk_outlives_the_server(tmp_path: Path) -> None:
