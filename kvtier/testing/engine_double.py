@@ -312,13 +312,9 @@ class EngineDouble:
                 self.workers[index] = self._worker(rank)
 
     def _worker(self, rank: RankPool) -> CacheWorker:
-        worker = CacheWorker(
-            rank.placement,
-            self.cache.arena,
-            codecs=self.cache.codecs,
-            window=self.cache.window,
-            clock=self._clock,
-        )
+        cache, clock = self.cache, self._clock
+        own = (rank.placement, cache.arena)
+        worker = CacheWorker(*own, codecs=cache.codecs, window=cache.window, clock=clock)
         worker.register_pool(rank.pool)
         return worker
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Final, Self, TypeVar
 
 from kvtier.constants import (
@@ -70,13 +70,10 @@ class ServerConnector:
 
     async def lend(self, keys: Sequence[bytes]) -> list[LendOutcome]:
         """Lease whole objects where they lie; refused where the server shares nothing with us."""
-        lent: list[LeasedLoan] = []
-        try:
-            return await _gathered([self._lend(bytes(key), lent) for key in keys])
-        except BaseException:
-            for loan in lent:
-                loan.release()
-            raise
+        with ExitStack() as undo:
+            lent = await _gathered([self._lend(bytes(key), undo) for key in keys])
+            undo.pop_all()
+        return lent
 
     async def write(self, items: Sequence[WriteItem]) -> list[ConnectorError | None]:
         """Store whole objects."""
@@ -125,7 +122,7 @@ class ServerConnector:
             return None
         return came if answer.status is Status.OK else failure(answer.status, answer.text)
 
-    async def _lend(self, key: bytes, lent: list[LeasedLoan]) -> LendOutcome:
+    async def _lend(self, key: bytes, undo: ExitStack) -> LendOutcome:
         if fault := _unfit(key, 0):
             return fault
         try:
@@ -136,7 +133,7 @@ class ServerConnector:
         except ConnectorError as error:
             return error.with_traceback(None)
         if isinstance(loan, LeasedLoan):
-            lent.append(loan)
+            undo.callback(loan.release)
         return loan
 
     async def _write(self, item: WriteItem) -> ConnectorError | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from kvtier.errors import ConnectorDataError, ConnectorError, ConnectorUnavailableError
 from kvtier.interfaces import ReadOutcome
@@ -73,11 +73,11 @@ class SharedPath:
         leased = await _leased(line, key)
         if leased is None:
             return None
-        try:
-            return LeasedLoan(line, leased.request, await self._view(leased))
-        except BaseException:
-            line.release(leased.request)
-            raise
+        with ExitStack() as undo:
+            undo.callback(line.release, leased.request)
+            loan = LeasedLoan(line, leased.request, await self._view(leased))
+            undo.pop_all()
+        return loan
 
     async def write(self, line: Line, key: bytes, data: memoryview) -> Message:
         """Stage an object and have the server take it; return its answer.
