@@ -15,5 +15,5 @@ def test_the_bench_of_foreign_keys_runs_small() -> None:
         command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    for name in ("put", "get", "contains", "copy"):
+    for name in ("put", "get", "contains", "copy", "read"):
         assert f"{name}: " in done.stdout
