@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvtier.constants import WIRE_HEADER_BYTES_MAX, WIRE_PAYLOAD_BYTES_MAX
 from kvtier.wire import (
@@ -26,8 +25,7 @@ _NOWHERE: Final = memoryview(bytearray(WIRE_HEADER_BYTES_MAX))
 _KINDS: Final = {int(kind): kind for kind in Kind}
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """A message that has arrived, and how many bytes of payload follow it."""
 
     message: Message

@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Final, Protocol
 
 from kvtier.cache.keyed_desk import WORKER, Asked, Desk, Filling, Outcome
@@ -31,6 +32,12 @@ _PAUSE_S_MIN: Final = 20e-6
 _PAUSE_S_MAX: Final = 1e-3
 
 
+@lru_cache(maxsize=1024)
+def _shape(nbytes: int) -> tuple[KVLayout, str]:
+    """Return how a payload of that size is laid out, and the name of what packs it."""
+    return opaque_layout(nbytes), OpaqueCodec(nbytes).name
+
+
 class Payload(Sequence):
     """What one foreign key names, as a sequence of one chunk. ``nbytes`` None: of any size."""
 
@@ -39,8 +46,7 @@ class Payload(Sequence):
     ) -> None:
         super().__init__(namespace, root)
         self._chunk_keys = [key]
-        size = 1 if nbytes is None else nbytes
-        self._layout, self._codec = opaque_layout(size), OpaqueCodec(size).name
+        self._layout, self._codec = _shape(1 if nbytes is None else nbytes)
         self._of_any_size = nbytes is None
 
     @property
