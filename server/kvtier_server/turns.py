@@ -58,5 +58,8 @@ class Turns:
         del self._queues[what]
 
     def _leave(self, what: Hashable, turn: asyncio.Future[None]) -> None:
-        with suppress(ValueError):
-            self._queues[what].remove(turn)
+        # It may have been passed over already, and nobody be there any more.
+        queue = self._queues.get(what)
+        if queue is not None:
+            with suppress(ValueError):
+                queue.remove(turn)

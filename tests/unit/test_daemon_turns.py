@@ -68,6 +68,19 @@ async def test_b92_who_gives_up_keeps_nobody_waiting() -> None:
     assert len(turns) == 0
 
 
+async def test_b92_who_is_gone_as_the_turn_comes_is_passed_over() -> None:
+    """It was cancelled, and has not been told so yet."""
+    turns = Turns()
+    assert await turns.take("it", 0)
+    gone = asyncio.create_task(turns.take("it", SOON_S))
+    await settle()
+    gone.cancel()
+    turns.give("it")
+    await settle()
+    assert gone.cancelled()
+    assert len(turns) == 0
+
+
 async def test_b58_writers_of_one_key_go_on_in_the_order_in_which_they_came(plane: Plane) -> None:
     objects = Objects(plane.cache, namespace_of("somebody"), plane.clock)
     deadline = plane.clock.now() + SOON_S
