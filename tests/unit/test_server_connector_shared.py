@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvtier.constants import DAEMON_STAGINGS_MAX, MIB, SHARED_BYTES_MIN
-from kvtier.errors import ConnectorUnavailableError
-from kvtier.interfaces import ReadOutcome
+from kvtier.errors import ConnectorRefusedError, ConnectorUnavailableError
+from kvtier.interfaces import Lending, LendOutcome, Loan, ReadOutcome
 from kvtier.registry import connect
 from kvtier.types import ReadRequest, WriteItem
-from kvtier.wire import Done, Status, Write
+from kvtier.wire import Done, Lease, Message, Status, Write
 from kvtier.wire_shared import copied
+from kvtier_connectors.server.line import Line
 from kvtier_server.credentials import DEFAULT
 from tests.lib.plane import Plane, data_plane, leased, pinned, stored, until
 
@@ -160,3 +162,105 @@ async def test_what_is_small_goes_by_the_socket(plane: Plane) -> None:
         counters = plane.plane.counters
         assert (counters.taken, counters.leases) == (shared, shared)
     await connector.close()
+
+
+# Loans
+
+
+async def lent(plane: Plane, *keys: bytes, options: str = "") -> tuple[Lending, list[LendOutcome]]:
+    """A connector, and what it says to a wish for loans."""
+    connector = connect(url_of(plane, options))
+    assert isinstance(connector, Lending)
+    return connector, await connector.lend(keys)
+
+
+async def test_what_is_lent_is_the_servers_memory_until_it_is_given_back(plane: Plane) -> None:
+    client = await stored(plane, b"key", b"other", data=DATA)
+    connector, outcomes = await lent(plane, b"key", b"none", b"other")
+    first, absent, second = outcomes
+    assert absent is None
+    assert isinstance(first, Loan)
+    assert isinstance(second, Loan)
+    for loan in (first, second):
+        assert bytes(loan.view) == DATA
+        assert loan.view.readonly
+        assert loan.holds
+    assert pinned(plane) == 2
+    assert plane.plane.counters.read_bytes == 0
+    first.release()
+    await until(lambda: pinned(plane) == 1)
+    await asyncio.to_thread(second.release)
+    await until(lambda: pinned(plane) == 0)
+    await connector.close()  # type: ignore[attr-defined]
+    await client.close()
+
+
+async def test_what_is_replaced_while_it_is_lent_keeps_its_bytes(plane: Plane) -> None:
+    client = await stored(plane, b"key", data=DATA)
+    connector, (loan,) = await lent(plane, b"key")
+    assert isinstance(loan, Loan)
+    await client.send(Write(1, b"key"), bytes(len(DATA)))
+    assert await client.message() == Done(1, Status.OK, "")
+    assert loan.holds
+    assert bytes(loan.view) == DATA
+    loan.release()
+    await connector.close()  # type: ignore[attr-defined]
+    await client.close()
+
+
+async def test_a_loan_of_a_server_that_hung_up_does_not_hold(plane: Plane) -> None:
+    client = await stored(plane, b"key", data=DATA)
+    connector, (loan,) = await lent(plane, b"key")
+    assert isinstance(loan, Loan)
+    for session in list(plane.plane.sessions):
+        session.link.abort()
+    await until(lambda: pinned(plane) == 0)
+    assert not loan.holds
+    assert len(loan.view) == len(DATA), "it may be looked at all the same"
+    loan.release()
+    await connector.close()  # type: ignore[attr-defined]
+    await client.close()
+
+
+async def test_a_loan_does_not_hold_once_its_connector_is_closed(plane: Plane) -> None:
+    client = await stored(plane, b"key", data=DATA)
+    connector, (loan,) = await lent(plane, b"key")
+    assert isinstance(loan, Loan)
+    await connector.close()  # type: ignore[attr-defined]
+    assert not loan.holds
+    loan.release()
+    await until(lambda: pinned(plane) == 0)
+    await client.close()
+
+
+async def test_a_server_that_shares_nothing_lends_nothing(plane: Plane) -> None:
+    client = await stored(plane, b"key", data=DATA)
+    connector, (outcome,) = await lent(plane, b"key", options="shared=no")
+    assert isinstance(outcome, ConnectorRefusedError)
+    await connector.close()  # type: ignore[attr-defined]
+    await client.close()
+
+
+async def test_a_wish_for_loans_that_is_cancelled_keeps_none(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first key is leased by then, the second one is not to be had."""
+    client = await stored(plane, b"key", data=DATA)
+    connector = connect(url_of(plane))
+    assert isinstance(connector, Lending)
+    asked = Line.ask
+
+    async def hangs(line: Line, message: Message, number: int, **how: Any) -> Any:
+        if isinstance(message, Lease) and message.key == b"late":
+            await asyncio.Event().wait()
+        return await asked(line, message, number, **how)
+
+    monkeypatch.setattr(Line, "ask", hangs)
+    wish = asyncio.get_running_loop().create_task(connector.lend([b"key", b"late"]))
+    await until(lambda: pinned(plane) == 1)
+    wish.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await wish
+    await until(lambda: pinned(plane) == 0)
+    await connector.close()
+    await client.close()

@@ -7,22 +7,21 @@ that was seen; else it was somebody else's memory by then.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from kvtier.cache.below.fill import Arriving, NotLentError, ObjectGoneError, UnwantedError
 from kvtier.constants import REMOTE_STEP_BYTES
 from kvtier.errors import (
-    ConnectorError,
     ConnectorRefusedError,
     ConnectorUnavailableError,
     FormatError,
-    KVTierError,
     ShardError,
 )
-from kvtier.interfaces import LendOutcome, Loan
+from kvtier.interfaces import Loan
 from kvtier.keys import shard_key
 from kvtier.shard_format import parse_header
 from kvtier.stored_shard import first_bytes
@@ -65,17 +64,19 @@ class Borrowing:
         """Return a loan of each shard, as long as it is to be; or raise, and then keep none."""
         expected = self._arriving.expected
         keys = [shard_key(each.chunk, shard) for shard, each in expected.items()]
-        outcomes = await self._channel.lend(keys, deadline=self._deadline)
+        outcomes = await asyncio.gather(
+            *(self._channel.lend(key, deadline=self._deadline) for key in keys),
+            return_exceptions=True,
+        )
         loans = {s: o for s, o in zip(expected, outcomes, strict=True) if isinstance(o, Loan)}
-        try:
+        with ExitStack() as undo:
+            for loan in loans.values():
+                undo.callback(loan.release)
             _check_lent(outcomes)
             for shard, loan in loans.items():
                 with _while_lent(loan):
                     _check_head(loan.view, expected[shard])
-        except (OSError, KVTierError):
-            for loan in loans.values():
-                loan.release()
-            raise
+            undo.pop_all()
         return loans
 
     def _steps(self) -> list[tuple[ShardId, Step]]:
@@ -87,14 +88,14 @@ class Borrowing:
         return [(shard, step) for _, shard, step in sorted(steps, key=lambda each: each[0])]
 
 
-def _check_lent(outcomes: Sequence[LendOutcome]) -> None:
+def _check_lent(outcomes: Sequence[Loan | BaseException | None]) -> None:
     """Raise for the first shard that is not lent, what keeps all from being lent coming last."""
     for outcome in sorted(outcomes, key=lambda each: isinstance(each, ConnectorRefusedError)):
         if outcome is None:
             raise ObjectGoneError(errno.ENOENT, "no such object")
         if isinstance(outcome, ConnectorRefusedError):
             raise NotLentError(str(outcome)) from outcome
-        if isinstance(outcome, ConnectorError):
+        if isinstance(outcome, BaseException):
             raise outcome
 
 

@@ -36,7 +36,7 @@ from kvtier.errors import (
     ConnectorTimeoutError,
     ConnectorUnavailableError,
 )
-from kvtier.interfaces import Clock, Connector, Lending, LendOutcome, Listable
+from kvtier.interfaces import Clock, Connector, Lending, Listable, Loan
 from kvtier.loops import new_loop
 from kvtier.tiers.remote.answers import checked_found, checked_loans, checked_reads, checked_writes
 from kvtier.tiers.remote.batches import batch_count
@@ -150,10 +150,10 @@ class Channel:
         """Tell whether the connector may lend what it holds, to be read where it lies."""
         return isinstance(self._connector, Lending)
 
-    async def lend(self, keys: Sequence[bytes], *, deadline: float) -> list[LendOutcome]:
-        """Borrow objects, one outcome per key; a loan is the caller's to release."""
-        outcomes: list[LendOutcome] = await self._do(_Kind.LEND, keys, len(keys), deadline)
-        return outcomes
+    async def lend(self, key: bytes, *, deadline: float) -> Loan | None:
+        """Borrow an object; None where there is none. A loan is the caller's to release."""
+        loan: Loan | None = await self._do(_Kind.LEND, [key], 1, deadline)
+        return loan
 
     async def write(self, item: WriteItem, *, deadline: float) -> None:
         """Store an object whole. Its data is the connector's until this returns."""
@@ -331,8 +331,7 @@ class Channel:
         keys = [key for job in jobs for key in job.payload]
         if kind is _Kind.LEND:
             assert isinstance(connector, Lending), "a connector that lends nothing"
-            lent = iter(checked_loans(keys, await connector.lend(keys)))
-            return [[next(lent) for _ in job.payload] for job in jobs]
+            return checked_loans(keys, await connector.lend(keys))
         if kind is _Kind.DELETE:
             await connector.delete(keys)
             return [None for _ in jobs]
