@@ -4,7 +4,8 @@ Four new shards a round, of a SmolLM2's size (5.6 MiB) or an 8B model's (32 MiB)
 
     redis_tcp, redis_unix   ours; a bare RESP loop over one socket, a value per shard and one per
                             MiB; redis-py; over TCP LMCache's ``resp`` adapter
-    file                    ours; a copy in one call; LMCache's ``fs`` and ``fs_native``. Read cold
+    file                    ours, by the system's cache and past it; a copy in one call; LMCache's
+                            ``fs`` and ``fs_native`` (past it). Read cold
     s3                      ours; boto3 call by call and by threads; obstore where it is installed
 
 All servers run here: Valkey and SeaweedFS, from their wheels. The gate is that every byte comes
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
+import mmap
 import os
 import random
 import sys
@@ -114,14 +116,15 @@ def add_resp(store: Store, target: tuple[str, int] | str, url: str) -> None:
 
 
 def file_store(store: Store, folder: Path, model: tuple[int, int, int] | None) -> None:
-    names = ["kvtier", "plain", *(["fs", "fs_native"] if model else [])]
+    names = ["kvtier", "direct", "plain", *(["fs", "fs_native"] if model else [])]
     places = {name: folder / name for name in names}
     for place in places.values():
         place.mkdir()
     store.folder = folder
     store.add_ours(f"file://{places['kvtier']}")
+    store.add_ours(f"file://{places['direct']}?direct=yes", "kvtier_direct")
     store.add("plain_copy", ByPlainFiles(places["plain"]))
-    for name in names[2:] if model else []:
+    for name in names[3:] if model else []:
         store.add_lmcache(name, str(places[name]), model or (0, 0, 0))
 
 
@@ -138,8 +141,10 @@ def s3_store(store: Store, endpoint: str) -> None:
 def measure(store: Store, nbytes: int, rounds: int) -> tuple[Speeds, Speeds]:
     """Return the GB/s of each round, to write and to read, of each way."""
     draws = random.Random(nbytes)
-    shards = [memoryview(bytearray(draws.randbytes(nbytes))) for _ in range(SHARDS)]
-    into = [memoryview(bytearray(nbytes)) for _ in range(SHARDS)]
+    # At whole pages, as slots of an arena are: past the cache nothing else can be read to.
+    shards, into = ([memoryview(mmap.mmap(-1, nbytes)) for _ in range(SHARDS)] for _ in range(2))
+    for shard in shards:
+        shard[:] = draws.randbytes(nbytes)
     writes: Speeds = {name: [] for name in (*store.ways, *store.peers)}
     reads: Speeds = {name: [] for name in writes}
     for number in range(rounds + 1):

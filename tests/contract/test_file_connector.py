@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
+import mmap
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -44,6 +48,15 @@ class TestFileConnectorThatSyncs(ConnectorContract):
         return kvtier.registry.connect(f"file://{self.folder}?sync=each&threads=2")
 
 
+class TestFileConnectorPastTheCache(ConnectorContract):
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> None:
+        self.folder = tmp_path
+
+    def make_connector(self) -> Connector:
+        return kvtier.registry.connect(f"file://{self.folder}?direct=yes")
+
+
 def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
@@ -65,6 +78,57 @@ async def test_an_object_larger_than_a_step_comes_back(opened: Opened, tmp_path:
     assert await get_whole(connector, {b"key": len(data)}) == [data]
     found = await get(connector, [ReadRequest(b"key", STEP_BYTES - 10, 100)])
     assert found == [(100, data[STEP_BYTES - 10 : STEP_BYTES + 90])]
+
+
+@dataclass
+class Reads:
+    """How the system was asked: with what offset, how much, and whether past its cache."""
+
+    refusal: int = 0
+    seen: list[tuple[int, int, bool]] = field(default_factory=list)
+
+    def preadv(self, file: int, buffers: list[memoryview], offset: int) -> int:
+        direct = bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
+        self.seen.append((offset, len(buffers[0]), direct))
+        if direct and self.refusal:
+            raise OSError(self.refusal, os.strerror(self.refusal))
+        return PREADV(file, buffers, offset)
+
+
+PREADV = os.preadv
+PAST_END = 5000
+
+
+@pytest.mark.parametrize("refusal", [0, errno.EINVAL, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 12_288, STEP_BYTES + 4097])
+async def test_what_is_read_past_the_cache_is_the_same(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int, refusal: int
+) -> None:
+    """Also where the system has no such thing, for an odd offset, and behind the end."""
+    connector = opened(kvtier.registry.connect(f"file://{tmp_path}?direct=yes"))
+    data = payload_of(b"key", nbytes)
+    await put(connector, {b"key": data})
+    reads = Reads(refusal)
+    monkeypatch.setattr(os, "preadv", reads.preadv)
+    with mmap.mmap(-1, nbytes + PAST_END) as pages, memoryview(pages) as memory:
+        for offset, count in ((0, nbytes), (0, nbytes + PAST_END), (min(4096, nbytes), 4096)):
+            with memory[:count] as into:
+                (outcome,) = await connector.read([ReadRequest(b"key", offset, count)], [into])
+                assert outcome == min(count, nbytes - offset)
+                assert bytes(into[:outcome]) == data[offset : offset + outcome]
+    direct = [(offset, count) for offset, count, is_direct in reads.seen if is_direct]
+    assert all(offset % 4096 == count % 4096 == 0 for offset, count in direct)
+    assert bool(direct) or nbytes < 4096
+
+
+async def test_a_medium_that_fails_past_the_cache_is_an_outcome(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector = opened(kvtier.registry.connect(f"file://{tmp_path}?direct=yes"))
+    await put(connector, {b"key": bytes(8192)})
+    monkeypatch.setattr(os, "preadv", Reads(errno.EIO).preadv)
+    ((outcome, _),) = await get(connector, [ReadRequest(b"key", 0, 8192)])
+    assert isinstance(outcome, ConnectorUnavailableError)
 
 
 async def test_keys_never_leave_the_folder(opened: Opened, tmp_path: Path) -> None:
@@ -159,6 +223,10 @@ async def test_after_close_outcomes_are_errors(opened: Opened, tmp_path: Path) -
     ("url", "why"),
     [
         ("file:///folder?synk=each", r"no 'synk' \(did you mean 'sync'\?\)"),
+        (
+            "file:///folder?direct=yez",
+            r"direct is 'yez' \(did you mean 'yes'\?\); allowed: no, yes",
+        ),
         ("file:///folder?sync=eech", r"sync is 'eech' \(did you mean 'each'\?\)"),
         ("file:///folder?threads=many", "threads is 'many'"),
         ("file:///folder?threads=0", "threads is 0"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import re
@@ -18,7 +19,7 @@ import threading
 from collections.abc import Iterator
 from typing import Final
 
-from kvtier.constants import MIB
+from kvtier.constants import KIB, MIB
 from kvtier.errors import (
     ConnectorDataError,
     ConnectorError,
@@ -37,6 +38,9 @@ STALE_S: Final = 3600.0
 STALE_FILES_MAX: Final = 1024
 #: A cancelled operation ends after so many bytes.
 STEP_BYTES: Final = 8 * MIB
+
+#: What is read past the system's cache starts and ends at multiples of this.
+PAGE_BYTES: Final = 4 * KIB
 
 #: What an error of the file system means for a key. Any other is ``ConnectorUnavailableError``,
 #: as are a lost folder (ENOENT), a stale handle (ESTALE) and a failing medium (EIO).
@@ -60,6 +64,8 @@ _FOLDER_NAME: Final = re.compile(r"[0-9a-f]{3}")
 _FILE_NAME: Final = re.compile(r"(?:[0-9a-f]{2})*\.kv")
 # Nobody's symbolic link is followed, and nobody's pipe waited for.
 _READ_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+# None where the system has no such thing.
+_DIRECT_FLAG: Final = getattr(os, "O_DIRECT", 0)
 _CREATE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
@@ -76,8 +82,13 @@ class Folder:
     ``halt`` ends a long one early, with an error.
     """
 
-    def __init__(self, root: str, *, sync: bool) -> None:
+    def __init__(self, root: str, *, sync: bool, direct: bool = False) -> None:
+        """With ``direct`` reads pass the system's cache by, where file system and buffer let them.
+
+        They do for a buffer and an offset at multiples of 4096, but for an object's last bytes.
+        """
         self._root = root
+        self._direct = direct
         self._new = f"{root}/new"
         self._sync = sync
         self._sweep_lock = threading.Lock()
@@ -100,12 +111,12 @@ class Folder:
         path = self._path(request.key)
         try:
             try:
-                return _read_file(path, request.offset, into, halt)
+                return _read_file(path, request.offset, into, halt, direct=self._direct)
             except OSError as error:
                 # Another host replaced the file, whose inode the server has forgotten.
                 if error.errno != errno.ESTALE:
                     raise
-                return _read_file(path, request.offset, into, halt)
+                return _read_file(path, request.offset, into, halt, direct=self._direct)
         except FileNotFoundError:
             # A miss, unless the root itself is gone.
             os.stat(self._root)
@@ -194,12 +205,12 @@ class Folder:
                     os.unlink(entry.path)
 
 
-def _read_file(path: str, offset: int, into: memoryview, halt: Halt) -> int:
+def _read_file(path: str, offset: int, into: memoryview, halt: Halt, *, direct: bool) -> int:
     # One descriptor is one object, whatever is renamed over its name meanwhile.
     file = os.open(path, _READ_FLAGS)
     try:
-        done = 0
-        for step in _steps(into, halt):
+        done = _read_direct(file, offset, into, halt) if direct and offset % PAGE_BYTES == 0 else 0
+        for step in _steps(into[done:], halt):
             count = _read_step(file, offset + done, step)
             done += count
             if count < step.nbytes:
@@ -207,6 +218,26 @@ def _read_file(path: str, offset: int, into: memoryview, halt: Halt) -> int:
         return done
     finally:
         os.close(file)
+
+
+def _read_direct(file: int, offset: int, into: memoryview, halt: Halt) -> int:
+    """Read what whole pages there are past the cache; return how much came, 0 where none may."""
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    done = 0
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | _DIRECT_FLAG)
+        for step in _steps(into[: into.nbytes - into.nbytes % PAGE_BYTES], halt):
+            count = os.preadv(file, [step], offset + done)
+            done += count
+            if count < step.nbytes:
+                break
+    except OSError as error:
+        # A file system without it, or memory or an offset that it does not take.
+        if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
+            raise
+    finally:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags)
+    return done
 
 
 def _read_step(file: int, offset: int, into: memoryview) -> int:
