@@ -16,6 +16,7 @@ from kvtier.config import Durability
 from kvtier.constants import KEYED_BATCH_MAX, MIB
 from kvtier.errors import ConfigError, LayoutError
 from kvtier.testing.clock import FakeClock
+from kvtier_adapters.payloads import runner as runner_module
 from kvtier_adapters.payloads.complaints import Complaints
 from kvtier_adapters.payloads.limits import (
     COMPLAINT_INTERVAL_S,
@@ -135,6 +136,28 @@ def test_each_rank_has_a_folder_of_its_own(tmp_path: Path) -> None:
 
 
 # Jobs
+
+
+def test_a_runner_that_is_woken_goes_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "PAUSE_S_MIN", WAIT_S)
+    runner = Runner("test-runner", Complaints("test", SystemClock()))
+    stepped, go, ended = threading.Event(), threading.Event(), Ended()
+
+    def noted() -> Steps[object]:
+        while not go.is_set():
+            stepped.set()
+            yield
+        return "woken"
+
+    runner.wake()  # Nobody works: nothing happens.
+    runner.submit(Job(noted(), ended))
+    assert stepped.wait(WAIT_S)
+    go.set()
+    began_s = SystemClock().now()
+    runner.wake()
+    assert ended.wait(1) == ["woken"]
+    assert SystemClock().now() - began_s < WAIT_S / 2
+    runner.close()
 
 
 def test_jobs_end_with_what_they_return(runner: Runner) -> None:
