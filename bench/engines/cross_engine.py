@@ -175,6 +175,7 @@ class Bench:
             "pending_deadline_s": 60,
             "gpu_time_worth": 1e6,
             tier: value,
+            **self._asked.vllm_options,
         }
         if weights_id:
             options["weights_id"] = weights_id
@@ -278,6 +279,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=240, help="of one process")
     parser.add_argument("--vllm-python", default=sys.executable)
     parser.add_argument("--vllm-path", default="", help="PYTHONPATH of vLLM")
+    parser.add_argument("--vllm-options", type=json.loads, default={}, help="more, as JSON")
     parser.add_argument("--serve-python", default=sys.executable)
     parser.add_argument("--serve-path", default="", help="PYTHONPATH of kvtier-serve")
     parser.add_argument("--out", type=Path, default=Path("cross_engine.jsonl"))

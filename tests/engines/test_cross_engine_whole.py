@@ -39,6 +39,16 @@ def test_other_weights_are_never_found(tmp_path: Path) -> None:
     assert [row["hit_tokens"] for row in controls] == [0, 0]
 
 
+def test_blocks_that_are_only_bytes_are_kept_apart(tmp_path: Path) -> None:
+    opaque = '--vllm-options={"blocks": "opaque"}'
+    rows = cross_engine(tmp_path, "--cases=raw:32:16", opaque, vllm=True)
+    assert cell(rows, "vllm", "vllm")["hit_tokens"] > 0
+    for writer, reader in (("kvtier-serve", "vllm"), ("vllm", "kvtier-serve")):
+        row = cell(rows, writer, reader)
+        assert row["hit_tokens"] == 0, row
+        assert row["answers_alike"] == row["prompts"], row
+
+
 @pytest.mark.parametrize(
     ("codec", "kl_max"), [("int8", 0.01), ("int4", 0.3), ("fp8", 0.3)], ids=str
 )
