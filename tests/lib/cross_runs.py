@@ -23,7 +23,7 @@ def cross_engine(folder: Path, *options: str, vllm: bool) -> list[dict[str, Any]
         [
             sys.executable,
             str(ROOT / "bench" / "engines" / "cross_engine.py"),
-            *("--prompts=3", "--scale=0.4", "--count=6", "--kv-bytes=256MiB", "--limit-s=400"),
+            *("--prompts=3", "--scale=0.7", "--count=6", "--kv-bytes=256MiB", "--limit-s=400"),
             *("--out", str(rows), "--logs", str(folder / "logs")),
             *peers,
             *options,
