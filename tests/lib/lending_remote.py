@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 from kvtier.errors import ConnectorRefusedError
 from kvtier.interfaces import LendOutcome
@@ -16,25 +17,41 @@ class ToyLoan:
     def __init__(self, remote: LendingRemote, data: bytearray) -> None:
         self._remote = remote
         self.data = data
-        self.view = memoryview(self.data).toreadonly()
+        self.taken = False
         self.released = 0
 
     @property
+    def view(self) -> memoryview:
+        self._remote.looked_at(self)
+        return memoryview(self.data).toreadonly()
+
+    @property
     def holds(self) -> bool:
-        return not self._remote.gone
+        self._remote.looked_at(self)
+        return not (self.taken or self._remote.gone)
+
+    def take(self) -> None:
+        """As a server does: first it hangs up, then somebody else's bytes lie there."""
+        self.taken = True
+        self.data[:] = bytes(byte ^ 0x5A for byte in self.data)
 
     def release(self) -> None:
         self.released += 1
 
 
 class LendingRemote(ToyRemote):
-    """Lends copies of its objects, so that a test may spoil one. ``lend`` is an operation."""
+    """Lends copies of its objects, so that a test may spoil one. ``lend`` is an operation.
+
+    ``looked_at`` is called with a loan before anybody reads it, or asks whether it holds.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.gone = False
         self.refuses = False
         self.loans: list[ToyLoan] = []
+        self.looked_at: Callable[[ToyLoan], None] = lambda _: None
+        self.turn = threading.Lock()
 
     async def lend(self, keys: Sequence[bytes]) -> list[LendOutcome]:
         async def lend() -> list[LendOutcome]:
