@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class Assay:
         ]
 
     def observe(self, pool: PagedPool, move: Move) -> None:
-        """Take a stored move into account; blocks for as long as packing it on the CPU takes.
+        """Take a stored move into account; blocks while it is packed where the pool lies.
 
         The move's blocks hold what is stored. Sections with a NaN or an infinity are left out.
         Raises ``LayoutError`` where pool and move do not fit each other, ``MissingExtraError``
@@ -91,18 +91,21 @@ class Assay:
         self, pool: PagedPool, move: Move, layer: int, index: int, skipped: int
     ) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
         """Tokens times heads, and energy and error of each part, of one layer of a move."""
-        rows = _rows(pool, move, layer)
+        raw, views = _views(pool, move, layer)
         pieces = Format(move.layout.k_dim, move.layout.v_dim, LM4, LM4, 4).pieces
         figures = np.zeros(1 + 2 * len(Part))
-        figures[0] = rows[0].shape[0] * (rows[0].shape[1] - skipped)
-        for part, values in enumerate(rows):
-            centred = values[:, skipped:].float()
-            if part == Part.K:
-                centred = centred - self._turned_mean(move, index, skipped).to(centred)
-            for piece in pieces:
-                if piece.part == part:
-                    columns = centred[..., piece.start : piece.start + piece.dim]
-                    figures[1 + 2 * part : 3 + 2 * part] += _loss(columns)
+        # On the pool's device: a CPU's threads would take the cores from an engine that computes.
+        with as_our_error(move), raw.on_stream(views[0].device, pool.stream):
+            rows = _gathered(views, move)
+            figures[0] = rows[0].shape[0] * (rows[0].shape[1] - skipped)
+            for part, values in enumerate(rows):
+                centred = values[:, skipped:].float()
+                if part == Part.K:
+                    centred = centred - self._turned_mean(move, index, skipped).to(centred)
+                for piece in pieces:
+                    if piece.part == part:
+                        columns = centred[..., piece.start : piece.start + piece.dim]
+                        figures[1 + 2 * part : 3 + 2 * part] += _loss(columns)
         return figures
 
     def _turned_mean(self, move: Move, index: int, skipped: int) -> torch.Tensor:
@@ -133,23 +136,32 @@ def _misses(row: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> bool:
     )
 
 
-def _rows(pool: PagedPool, move: Move, layer: int) -> list[torch.Tensor]:
-    """K, and V where there is one, of one layer's rows: ``[heads, tokens, dim]``."""
+def _views(pool: PagedPool, move: Move, layer: int) -> tuple[Any, list[torch.Tensor]]:
+    """The kernels' package, and views of K, and of V where there is one, of one layer."""
     try:
-        from kvtier_kernels import raw, rows
+        from kvtier_kernels import raw
     except ImportError as error:
         raise import_problem(error, "a calibration") from error
-    at = move.pool_layer_start + layer
-    value = pool_view(pool, move, at, Part.V) if move.layout.v_dim else None
-    views = [(pool_view(pool, move, at, Part.K), value)]
-    with as_our_error(move), raw.on_stream(views[0][0].device, pool.stream):
-        return [part[0].cpu() for part in rows.gather(views, move_span(move))]
+    parts = [Part.K, Part.V] if move.layout.v_dim else [Part.K]
+    return raw, [pool_view(pool, move, move.pool_layer_start + layer, part) for part in parts]
+
+
+def _gathered(views: list[torch.Tensor], move: Move) -> list[torch.Tensor]:
+    """The move's rows of one layer, ``[heads, tokens, dim]`` for each part."""
+    from kvtier_kernels import rows
+
+    both = (views[0], views[1] if len(views) > 1 else None)
+    return [part[0] for part in rows.gather([both], move_span(move))]
 
 
 def _loss(values: torch.Tensor) -> tuple[float, float]:
     """Energy of rows, and of what is missing after 4 bits a value."""
+    from torch import stack
+
     from kvtier_kernels.rotated import reference
 
     rows = values.reshape(-1, values.shape[-1])
     back = reference.decode(reference.encode(rows, LM4), rows.shape[1], LM4)
-    return float(rows.double().square().sum()), float((back - rows).double().square().sum())
+    sums = [values.double().square().sum() for values in (rows, back - rows)]
+    energy, error = stack(sums).tolist()
+    return energy, error
