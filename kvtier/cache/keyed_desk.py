@@ -120,12 +120,16 @@ class Desk:
         with self._lock:
             self._send()
             asked, self._asked = self._asked, []
-        begin, news = self.cache.fetcher.begin, self._tell
-        for deadline in {each.deadline for each in asked}:
-            some = [each for each in asked if each.deadline == deadline]
-            landings = begin([(each.sequence, each.buffer) for each in some], deadline, news)
-            for each, landing in zip(some, landings, strict=True):
-                each.landing, each.answered = landing, True
+        try:
+            for deadline in {each.deadline for each in asked}:
+                some = [each for each in asked if each.deadline == deadline]
+                what = [(each.sequence, each.buffer) for each in some]
+                landings = self.cache.fetcher.begin(what, deadline, self._tell)
+                for each, landing in zip(some, landings, strict=True):
+                    each.landing = landing
+        finally:  # Whoever asks would wait for ever.
+            for each in asked:
+                each.answered = True
         return any(each.landing is None for each in asked)
 
     def wait(self, seconds: float) -> None:

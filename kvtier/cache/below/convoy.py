@@ -188,7 +188,7 @@ class ConvoySource:
 
     @property
     def origin(self) -> Origin:
-        """What the record says."""
+        """As the record's."""
         return self._disk.origin
 
     def hold(self) -> Lease[DiskPlace] | Hold:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 
 from kvtier.cache.below.fill import Arriving, Origin, UnwantedError
 from kvtier.cache.executor import Executor, Fault
@@ -26,7 +27,7 @@ class DiskSource:
         self._volume = disk.volume_of(record)
         self._failed: ShardId | None = None
 
-    @property
+    @cached_property
     def origin(self) -> Origin:
         """What the record says."""
         record, entry = self._record, self._record.entry
@@ -83,7 +84,9 @@ class DiskSource:
                 def progress(sections: int, shard: ShardId = shard) -> None:
                     arriving.progress(shard, sections)
 
-                expected = replace(arriving.expected[shard], stored_bytes=place.nbytes)
+                expected = arriving.expected[shard]
+                if place.nbytes != expected.geometry.shard_bytes:
+                    expected = replace(expected, stored_bytes=place.nbytes)
                 try:
                     slot = arriving.slots[shard]
                     files.read(path, slot, expected, progress, first_bytes=first_bytes)
