@@ -15,6 +15,7 @@ import pytest
 from kvtier.interfaces import Connector
 from kvtier.registry import connect
 from kvtier.testing.connector_contract import ConnectorContract
+from kvtier.testing.lending_contract import LendingContract
 from tests.lib.daemon import Daemon, daemon
 
 CREDENTIALS = 200
@@ -62,6 +63,15 @@ class TestOverAUnixSocket(_AtAServer):
 class TestThroughSharedMemory(_AtAServer):
     def make_connector(self) -> Connector:
         return self.room.connect(f"{self.room.running.urls[1]}?shared_from=0&")
+
+
+class TestLoans(LendingContract):
+    @pytest.fixture(autouse=True)
+    def _room(self, room: Room) -> None:
+        self.room = room
+
+    def make_connector(self) -> Connector:
+        return self.room.connect(f"{self.room.running.urls[1]}?")
 
 
 def test_memory_was_shared(room: Room) -> None:
