@@ -187,7 +187,8 @@ class Link(asyncio.BufferedProtocol):
             with self.duplicate() as connection:
                 try:
                     socket.send_fds(connection, [encode(message)], [descriptor])
-                except BlockingIOError as error:  # It asks and asks, and takes nothing.
+                # It asks and asks, and takes nothing; or others do, and too many are under way.
+                except OSError as error:
                     raise ConnectionError("the peer takes no descriptor") from error
 
     def duplicate(self) -> socket.socket:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
 from kvtier.constants import DAEMON_BYTES_MAX, MIB, WIRE_STALL_S_MAX
-from kvtier.wire import Contains, Data, Done, Read, Status, Write, encode
+from kvtier.wire import Area, Contains, Data, Done, Map, Read, Status, Write, encode
+from kvtier_server.credentials import DEFAULT
 from kvtier_server.session import Session
 from tests.lib.plane import Plane, data_plane, until
 
@@ -31,7 +34,7 @@ class Taker:
 
 @pytest.fixture
 async def plane(tmp_path: Path) -> AsyncIterator[Plane]:
-    async with data_plane(tmp_path) as made:
+    async with data_plane(tmp_path, exported_to=DEFAULT) as made:
         yield made
 
 
@@ -91,3 +94,24 @@ async def test_who_is_sent_away_and_takes_nothing_more_is_cut_off(plane: Plane) 
     plane.look(WIRE_STALL_S_MAX + SECOND)
     await until(lambda: plane.plane.connections == 0)
     await client.close()
+
+
+async def test_a_descriptor_that_cannot_be_sent_ends_one_connection(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those that others ask for and never take count for all: the system may take no more."""
+    other = await plane.client(version=2)
+    client = await plane.client(version=2)
+
+    def too_many(*_: object) -> int:
+        raise OSError(errno.ETOOMANYREFS, "too many references")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "send_fds", too_many)
+        await client.send(Map(1, Area.STAGING))
+        assert await client.frame() is None
+    await other.send(Write(2, b"key"), b"sound")
+    assert await other.message() == Done(2, Status.OK, "")
+    assert not caplog.records, "it is no bug"
+    await client.close()
+    await other.close()
