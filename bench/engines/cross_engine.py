@@ -57,6 +57,7 @@ VLLM: Final = "vllm"
 SHARED_TOKENS: Final = (240, 1000)
 OWN_TOKENS: Final = (60, 500)
 MEMBERS: Final = 4
+RESULTS: Final = Path(__file__).parents[1] / "results" / "cross_engine.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +256,12 @@ def whole_chunks(prompt: list[int]) -> int:
     return (len(prompt) - 1) // CHUNK_TOKENS * CHUNK_TOKENS
 
 
+def read_cells(paths: list[Path]) -> list[dict[str, Any]]:
+    """Return the cells in files: a line each, or several in a row of the results."""
+    rows = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    return [cell for row in rows for cell in row.get("cells", [row])]
+
+
 def say(text: str) -> None:
     """Tell whoever watches."""
     print(text, file=sys.stderr, flush=True)
@@ -263,7 +270,7 @@ def say(text: str) -> None:
 def read_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--table", type=Path, nargs="+", help="print rows of these files, and end")
+    parser.add_argument("--table", type=Path, nargs="*", help="print cells of files (the results)")
     parser.add_argument("--cases", nargs="+", default=["raw:32:16"], help="CODEC:VLLM:SERVE blocks")
     parser.add_argument("--engines", nargs="+", choices=[SERVE, VLLM], default=[SERVE, VLLM])
     parser.add_argument("--control", action="store_true", help="with a control in the first case")
@@ -290,9 +297,8 @@ def read_arguments() -> argparse.Namespace:
 def main() -> int:
     """Measure what was asked for; a case that fails does not end the others."""
     asked = read_arguments()
-    if asked.table:
-        rows = [json.loads(line) for path in asked.table for line in path.read_text().splitlines()]
-        print(table(rows))
+    if asked.table is not None:
+        print(table(read_cells(asked.table or [RESULTS])))
         return 0
     with tempfile.TemporaryDirectory() as temporary:
         work = asked.logs or Path(temporary)

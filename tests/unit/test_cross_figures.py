@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.engines.cross_engine import Case, make_prompts, whole_chunks
+from bench.engines.cross_engine import Case, make_prompts, read_cells, whole_chunks
 from bench.engines.cross_figures import Answer, agreed, compare, kl, table
 from tests.lib.tiny_llama import tiny_config, tiny_tensors, write_folder
 
@@ -86,6 +87,12 @@ def test_the_table_has_a_line_for_each_cell_and_controls_below() -> None:
     )
     assert lines[3].startswith("| `int8` | vllm (32) | kvtier-serve (16) | 512 of 1,280 |")
     assert lines[-1] == ("Control, kvtier-serve (16) with another weights_id: 0 of 1,280 tokens.")
+
+
+def test_cells_are_read_from_lines_and_from_rows_of_results(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row()) + "\n" + json.dumps({"cells": [row(), row()]}) + "\n")
+    assert read_cells([path]) == [row()] * 3
 
 
 def test_prompts_share_their_first_tokens_in_families(tmp_path: Path) -> None:
