@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from kvtier.codecs.sections import aligned_bytes
-from kvtier.constants import OPAQUE_BYTES_MAX, OPAQUE_SECTION_BYTES, SECTIONS_MAX
+from kvtier.constants import ALIGN_BYTES, OPAQUE_BYTES_MAX, OPAQUE_SECTION_BYTES, SECTIONS_MAX
 from kvtier.errors import CodecError, LayoutError
 from kvtier.interfaces import PagedPool
 from kvtier.types import (
@@ -202,5 +202,8 @@ def move_payload(direction: Direction, arena: memoryview, pool: BufferPool, move
 
 
 def _copy(source: memoryview, target: memoryview) -> None:
+    if len(source) <= ALIGN_BYTES:  # Quicker than to ask for anything.
+        target[:] = source
+        return
     # Slices of memoryviews would keep the GIL.
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
