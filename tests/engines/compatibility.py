@@ -3,7 +3,7 @@
 ``make test-engines`` leaves the results that it is made from. A line whose test failed, or did not
 run, says so.
 
-    python -m tests.engines.compatibility [.peer/results.xml]
+    python -m tests.engines.compatibility [.peer/results.xml ...]
 """
 
 from __future__ import annotations
@@ -102,10 +102,15 @@ def page(results: dict[str, str], when: str) -> str:
 
 
 def main() -> None:
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
-    suite = ET.parse(path).find("testsuite")
+    paths = [Path(path) for path in sys.argv[1:]] or [RESULTS]
+    results: dict[str, str] = {}
+    for path in paths:
+        for name, said in read_results(path).items():
+            if said != "not run" or name not in results:
+                results[name] = said
+    suite = ET.parse(paths[-1]).find("testsuite")
     assert suite is not None
-    PAGE.write_text(page(read_results(path), suite.attrib["timestamp"][:10]))
+    PAGE.write_text(page(results, suite.attrib["timestamp"][:10]))
     print(PAGE.relative_to(venvs.ROOT))  # noqa: T201
 
 
