@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import struct
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 
 from kvtier.constants import MIB, WIRE_STALL_S_MAX
+from kvtier.registry import connect
+from kvtier.testing.connector_contract import get_whole, put
 from kvtier.testing.engine_double import wait_until
 from kvtier.wire import Area, Contains, Done, Found, Lease, Leased, Read, Status, Take, Write
+from tests.lib.certificates import make_authority
 from tests.lib.daemon import daemon
 from tests.lib.wire_client import WireClient
+from tests.lib.wire_corpus import CORPUS
 
 MINE, YOURS = b"what stays" * 9000, b"what breaks off" * 6000
 #: A request and a look at the server's health, on a machine that has other things to do.
@@ -113,4 +118,27 @@ def test_b55_clients_that_go_all_at_once_hold_up_nobody(tmp_path: Path) -> None:
             assert running.connections()["lost_leases"] == 40 * 256
             pinned = [tier["pinned_chunks"] for tier in running.get("/v1/stats")["tiers"]]
             assert not any(pinned)
+        assert running.stop() == 0
+
+
+async def test_b118_whatever_is_sent_where_tls_is_spoken_ends_there(tmp_path: Path) -> None:
+    """Frames, requests of other protocols, halves of handshakes; and who knocks and goes."""
+    made = make_authority(tmp_path / "authority")
+    options = (f"--tls-cert={made.server_cert}", f"--tls-key={made.server_key}")
+    with daemon(*options, "--dram=64MiB", "--log-level=debug") as running:
+        plain = running.urls[0].replace("kvtiers", "kvtier")
+        for number, data in enumerate([b"", *CORPUS]):
+            with closing(WireClient(plain)) as client:
+                with suppress(ConnectionError):
+                    client.socket.sendall(data)
+                if number % 2:
+                    reset = struct.pack("ii", 1, 0)
+                    client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+        connector = connect(f"{running.urls[0]}?ca={made.ca}&timeout_s=20&connect_timeout_s=20")
+        await put(connector, {b"key": MINE})
+        assert await get_whole(connector, {b"key": len(MINE)}) == [MINE]
+        await connector.close()
+        await asyncio.to_thread(
+            wait_until, lambda: running.connections()["open"] == 0, "somebody is still there"
+        )
         assert running.stop() == 0
