@@ -5,7 +5,7 @@ a new vLLM then answers them from a copy of that folder with a fault in it, with
 hang is a result. The scheduler, the CPU tier and ``fs`` are vLLM's; the worker that copies between
 vLLM's pool and its CPU tier is ours, because vLLM's needs CUDA (``tests/engines/cpu_copies.py``).
 
-    python bench/engines/faults.py [--smoke] [--path DIR]
+    python bench/engines/faults.py [--smoke] [--way kvtier|vllm] [--path DIR]
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ def own_tiers(folder: Path, asked: list[Prompt], zeros: bool) -> Ended:
     return start_tiers(table, asked, None, count=ANSWER_TOKENS, zeros=zeros, run_s=LIMIT_S)
 
 
-WAYS: dict[str, Start] = {
-    "KVTier's connector": connector,
-    "vLLM's CPU tier and `fs`": own_tiers,
+WAYS: dict[str, tuple[str, Start]] = {
+    "kvtier": ("KVTier's connector", connector),
+    "vllm": ("vLLM's CPU tier and `fs`", own_tiers),
 }
 
 
@@ -179,21 +179,21 @@ def told(found: dict[str, Any]) -> str:
 ASKED = prompts(random.Random(SEED), families=10, members=1, shared=PROMPT_TOKENS - 50, own=50)
 
 
-def run(folder: Path, cases: tuple[Case, ...]) -> dict[str, dict[str, Any]]:
+def run(folder: Path, ways: list[str], cases: tuple[Case, ...]) -> dict[str, dict[str, Any]]:
     """Fill a folder each way, then measure all cases; print the table."""
     plain = VllmRun(None, run_s=LIMIT_S).serve(ASKED, ANSWER_TOKENS).start().served()[0]
     found: dict[str, dict[str, Any]] = {case.name: {} for case in cases}
-    for number, (way, start) in enumerate(WAYS.items()):
-        filled = folder / str(number)
-        if start(filled, ASKED, False).served()[0].tokens != plain.tokens:
-            raise SystemExit(f"gate: {way} changes tokens without any fault")
+    for way in ways:
+        name, start = WAYS[way]
+        if start(folder / way, ASKED, False).served()[0].tokens != plain.tokens:
+            raise SystemExit(f"gate: {name} changes tokens without any fault")
         for case in cases:
-            found[case.name][way] = measure(start, filled, case, plain)
+            found[case.name][way] = measure(start, folder / way, case, plain)
             print(f"{way}: {case.name}: {found[case.name][way]}", file=sys.stderr, flush=True)
-    print("| | " + " | ".join(WAYS) + " |")
-    print("|---" * (len(WAYS) + 1) + "|")
-    for name, ways in found.items():
-        print(f"| {name} | " + " | ".join(told(ways[way]) for way in WAYS) + " |")
+    print("| Fault | " + " | ".join(WAYS[way][0] for way in ways) + " |")
+    print("|---" * (len(ways) + 1) + "|")
+    for name, answers in found.items():
+        print(f"| {name} | " + " | ".join(told(answers[way]) for way in ways) + " |")
     return found
 
 
@@ -202,11 +202,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--smoke", action="store_true", help="one fault: does it run?")
+    parser.add_argument("--way", choices=WAYS, action="append", help="this alone; repeatable")
     parser.add_argument("--path", type=Path, help="where the disks are; a temporary folder")
     options = parser.parse_args()
     venvs.python_with_kvtier("vllm")
     with tempfile.TemporaryDirectory(dir=options.path) as folder:
-        found = run(Path(folder), SMOKE_CASES if options.smoke else CASES)
+        cases = SMOKE_CASES if options.smoke else CASES
+        found = run(Path(folder), options.way or list(WAYS), cases)
     if not options.smoke:
         sizes = {"prompts": len(ASKED), "prompt_tokens": PROMPT_TOKENS, "limit_s": LIMIT_S}
         write_row("engine_faults", {"vllm": venvs.release("vllm"), **sizes, "cases": found})
