@@ -13,6 +13,7 @@ from kvtier.errors import ConfigError
 from kvtier.types import Direction, Fidelity, HeadSlice, Move, Plan, ShardId, ShardLayout, Slot
 from kvtier_adapters.vllm.geometry import Geometry
 from kvtier_adapters.vllm.messages import LoadOrder, Orders
+from kvtier_adapters.vllm.pool import VllmPool
 from kvtier_adapters.vllm.scheduler_side import SchedulerSide
 from kvtier_adapters.vllm.setup import (
     Setup,
@@ -236,6 +237,24 @@ def test_both_sides_of_one_engine_meet(shared: bool) -> None:
     assert not worker.take_answers()
     worker.close()
     close_scheduler_side(ours, scheduler)
+
+
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_kernels_are_tried_before_the_first_request(
+    on_cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the stream: vLLM's is CUDA's default one, whose number is 0."""
+    tried: list[list[str]] = []
+
+    def warm_up(worker: object, codecs: object, names: list[str], *_: object, **__: object) -> None:
+        tried.append(names)
+
+    monkeypatch.setattr("kvtier_adapters.vllm.setup.warm_up", warm_up)
+    monkeypatch.setattr(VllmPool, "on_cuda", property(lambda _: on_cuda))
+    monkeypatch.setattr(VllmPool, "stream", 0)
+    ours = setup({"codec": "int8"})
+    register_pool_boundary(ours, open_worker_side(ours), caches())
+    assert tried == ([["int8"]] if on_cuda else [])
 
 
 def test_a_pool_that_is_not_as_configured_is_told_to_the_scheduler() -> None:

@@ -41,9 +41,17 @@ class VllmPool:
         return self._geometry.block_count
 
     @property
+    def on_cuda(self) -> bool:
+        """Whether kernels move the blocks."""
+        return bool(self._device.type == "cuda")
+
+    @property
     def stream(self) -> int:
-        """The CUDA stream of the calling thread, on which vLLM writes blocks; 0 on a CPU."""
-        if self._device.type != "cuda":
+        """The CUDA stream of the calling thread, on which vLLM writes blocks.
+
+        0 is CUDA's default stream, or a CPU.
+        """
+        if not self.on_cuda:
             return 0
         import torch
 

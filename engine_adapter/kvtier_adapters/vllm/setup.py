@@ -168,7 +168,7 @@ def _register_pool(setup: Setup, side: WorkerSide, kv_caches: dict[str, Any]) ->
     if isinstance(pool, str):
         side.refuse(pool)
         return
-    if pool.stream:
+    if pool.on_cuda:
         _warm_up(setup, side.placement, pool)
     side.serve(lambda orders: _open_worker(setup, side.placement, pool, orders))
     if setup.config is not None and not setup.config.shared:
