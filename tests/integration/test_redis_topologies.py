@@ -28,6 +28,7 @@ from tests.lib.certificates import Authority, make_authority
 from tests.lib.opened import Opened
 from tests.lib.redis_cluster import (
     RedisCluster,
+    WatchedRedis,
     call,
     redis_cluster,
     redis_with_sentinel,
@@ -145,6 +146,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WatchedRedis]:
+    with redis_with_sentinel(tmp_path_factory.mktemp("sentinel")) as made:
+        yield made
+
+
 @asynccontextmanager
 async def tls_before(server: RedisServer, context: ssl.SSLContext) -> AsyncIterator[int]:
     """Speak TLS at a port and pass everything on to the server; give the port."""
@@ -177,6 +184,30 @@ def server_context(authority: Authority, *, asks_for_certificate: bool) -> ssl.S
     if asks_for_certificate:
         context.verify_mode = ssl.CERT_REQUIRED
     return context
+
+
+class TestRedisOverTls(ConnectorContract, ListableContract):
+    @pytest.fixture(autouse=True)
+    async def _url(self, server: RedisServer, authority: Authority) -> AsyncIterator[None]:
+        call(server, "FLUSHALL")
+        context = server_context(authority, asks_for_certificate=True)
+        async with tls_before(server, context) as port:
+            names = f"ca={authority.ca}&cert={authority.client_cert}&key={authority.client_key}"
+            self.url = f"rediss://127.0.0.1:{port}?{names}"
+            yield
+
+    def make_connector(self) -> Connector:
+        return kvtier.registry.connect(self.url)
+
+
+class TestRedisUnderSentinel(ConnectorContract, ListableContract):
+    @pytest.fixture(autouse=True)
+    def _url(self, watched: WatchedRedis) -> None:
+        self.url = watched.url
+        call(watched.servers[0], "FLUSHALL")
+
+    def make_connector(self) -> Connector:
+        return kvtier.registry.connect(self.url)
 
 
 async def test_tls_with_an_authority_of_ones_own(server: RedisServer, authority: Authority) -> None:
