@@ -184,12 +184,12 @@ class Link(asyncio.BufferedProtocol):
         async with self._sending:
             await asyncio.sleep(0)  # Then what the loop has gathered is on its way.
             await self._flush()
-            with self.duplicate() as connection:
-                try:
+            try:
+                with self.duplicate() as connection:
                     socket.send_fds(connection, [encode(message)], [descriptor])
-                # It asks and asks, and takes nothing; or others do, and too many are under way.
-                except OSError as error:
-                    raise ConnectionError("the peer takes no descriptor") from error
+            # It asks and asks, and takes nothing; or others do, and there are too many.
+            except OSError as error:
+                raise ConnectionError("a descriptor cannot be sent") from error
 
     def duplicate(self) -> socket.socket:
         """Return a socket of the caller's own for this connection. Raises ``ConnectionError``."""

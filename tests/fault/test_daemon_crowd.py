@@ -16,9 +16,9 @@ from kvtier.constants import MIB, WIRE_STALL_S_MAX
 from kvtier.registry import connect
 from kvtier.testing.connector_contract import get_whole, put
 from kvtier.testing.engine_double import wait_until
-from kvtier.wire import Area, Contains, Done, Found, Lease, Leased, Read, Status, Take, Write
+from kvtier.wire import Area, Contains, Done, Found, Lease, Leased, Map, Read, Status, Take, Write
 from tests.lib.certificates import make_authority
-from tests.lib.daemon import daemon
+from tests.lib.daemon import PROGRAM, daemon
 from tests.lib.wire_client import WireClient
 from tests.lib.wire_corpus import CORPUS
 
@@ -141,4 +141,38 @@ async def test_b118_whatever_is_sent_where_tls_is_spoken_ends_there(tmp_path: Pa
         await asyncio.to_thread(
             wait_until, lambda: running.connections()["open"] == 0, "somebody is still there"
         )
+        assert running.stop() == 0
+
+
+#: The program with few descriptors, of which it needs some thirty itself.
+FEW = ("sh", "-c", 'ulimit -n 56; exec "$0" "$@"', PROGRAM)
+
+
+def test_a_server_without_descriptors_serves_whom_it_has_and_goes_on(tmp_path: Path) -> None:
+    """Whoever connects waits; who asks for one more is refused; nobody else notices."""
+    listen = ("127.0.0.1:0", f"unix:{tmp_path}/socket")
+    with daemon("--dram=64MiB", listen=listen, program=FEW) as running:
+        with closing(WireClient(running.urls[1]).hello(version=2)) as kept:
+            stored(kept, b"key", MINE)
+            greedy = WireClient(running.urls[1]).hello(version=2)
+            crowd = [WireClient(running.urls[0]) for _ in range(80)]
+            for number in range(20):
+                stored(kept, b"key", MINE)
+                assert asked(kept, Read(number, b"key", 0, len(MINE))) == (Status.OK, MINE)
+            mapped, descriptors = kept.map(Area.STAGING)
+            assert (mapped.status, descriptors) == (Status.REFUSED, [])
+            greedy.send(Lease(1, b"key"))
+            assert isinstance(greedy.answer(), Leased)
+            greedy.send(Map(2, Area.OBJECTS))
+            assert greedy.take() is None
+            greedy.close()
+            for client in crowd:
+                client.close()
+            with closing(WireClient(running.urls[0]).hello()) as later:
+                assert asked(later, Read(1, b"key", 0, len(MINE))) == (Status.OK, MINE)
+            wait_until(lambda: running.connections()["open"] == 1, "somebody is still there")
+            mapped, descriptors = kept.map(Area.STAGING)
+            assert mapped.status is Status.OK
+            for each in descriptors:
+                os.close(each)
         assert running.stop() == 0
