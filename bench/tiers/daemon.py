@@ -5,7 +5,9 @@ buffers on both sides, in turns: ``kvtier daemon`` with its connector (four shar
 time), a peer that does nothing but ``sendall`` and ``recv_into``, and a copy within this process.
 Beside the speed stands what both sides take of a core for each GB, which other programs on the
 machine disturb less. A read of 4 KiB gives the latency, and one of 64 KiB that of the least that
-is shared. The gate is that every byte comes back.
+is shared; where memory is shared, a lease of 4 KiB and its release do it alone. Beside them stand
+the same bytes from the bare socket, and an echo between two loops as ours are, which is as quick
+as a program in Python can be. The gate is that every byte comes back.
 
     python bench/tiers/daemon.py [--smoke] [--rounds N]
 """
@@ -20,27 +22,38 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.lib.report import spread, write_row
 from kvtier.constants import KIB, MIB
 from kvtier.interfaces import Connector
+from kvtier.loops import new_loop
 from kvtier.registry import connect
 from kvtier.types import ReadRequest, WriteItem
+from kvtier.wire import Lease, Leased, Status
+from kvtier_connectors.server.line import Line
+from kvtier_connectors.server.settings import parse_url
 
 SHARDS = 4
-SMALL_READS = 200
+SMALL_READS = 1000
+ECHO_BYTES = 60
 Figures = dict[str, list[float]]
 
 
-def timed(work: Callable[[], None]) -> float:
+Work = Callable[[], Awaitable[None] | None]
+
+
+async def timed(work: Work) -> float:
+    """Within the loop: to enter it anew for each call would take longer than a small one."""
     began = time.perf_counter()
-    work()
+    if (waiting := work()) is not None:
+        await waiting
     return time.perf_counter() - began
 
 
@@ -54,13 +67,13 @@ def spent_s(process_id: int) -> float:
 class Way:
     """Something that is measured, and the process at its other end, if there is one."""
 
-    work: Callable[[], None]
+    work: Work
     other: int | None
 
-    def measured(self, gigabytes: float) -> tuple[float, float]:
+    async def measured(self, gigabytes: float) -> tuple[float, float]:
         """Return GB/s and the seconds of a core that both sides took for each GB."""
         before_s = self._spent_s()
-        seconds = timed(self.work)
+        seconds = await timed(self.work)
         return gigabytes / seconds, (self._spent_s() - before_s) / gigabytes
 
     def _spent_s(self) -> float:
@@ -118,29 +131,26 @@ def be_bare(number: int, *, unix: bool) -> None:
 
 
 class Served:
-    """The server's connector, in a loop of its own."""
+    """The server's connector."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, connector: Connector, process_id: int
-    ) -> None:
+    def __init__(self, connector: Connector, process_id: int) -> None:
         self.process_id = process_id
-        self._loop = loop
         self._connector = connector
 
-    def write(self, shards: list[memoryview]) -> None:
+    async def write(self, shards: list[memoryview]) -> None:
         items = [WriteItem(b"shard %d" % n, data) for n, data in enumerate(shards)]
-        outcomes = self._loop.run_until_complete(self._connector.write(items))
+        outcomes = await self._connector.write(items)
         if any(outcomes):
             raise SystemExit(f"gate: a write failed: {outcomes}")
 
-    def read(self, into: list[memoryview]) -> None:
+    async def read(self, into: list[memoryview]) -> None:
         requests = [ReadRequest(b"shard %d" % n, 0, len(each)) for n, each in enumerate(into)]
-        outcomes = self._loop.run_until_complete(self._connector.read(requests, into))
+        outcomes = await self._connector.read(requests, into)
         if outcomes != [len(each) for each in into]:
             raise SystemExit(f"gate: a read failed: {outcomes}")
 
-    def close(self) -> None:
-        self._loop.run_until_complete(self._connector.close())
+    async def close(self) -> None:
+        await self._connector.close()
 
 
 def start_daemon(stack: ExitStack, folder: str) -> tuple[int, list[str]]:
@@ -156,7 +166,9 @@ def start_daemon(stack: ExitStack, folder: str) -> tuple[int, list[str]]:
     return process.pid, urls
 
 
-def measure(size: int, rounds: int, served: Served, bare: Bare, draws: random.Random) -> Figures:
+async def measure(
+    size: int, rounds: int, served: Served, bare: Bare, draws: random.Random
+) -> Figures:
     shards = [memoryview(bytearray(draws.randbytes(size))) for _ in range(SHARDS)]
     into = [memoryview(bytearray(size)) for _ in range(SHARDS)]
     ways = {
@@ -168,8 +180,8 @@ def measure(size: int, rounds: int, served: Served, bare: Bare, draws: random.Ra
     }
     figures: Figures = {}
     for turn in range(rounds + 1):
-        measured = {name: way.measured(size * SHARDS / 1e9) for name, way in ways.items()}
-        served.read(into)
+        measured = {name: await way.measured(size * SHARDS / 1e9) for name, way in ways.items()}
+        await served.read(into)
         if into != shards:
             raise SystemExit("gate: other bytes came back")
         if turn:  # The first one warms the buffers.
@@ -184,9 +196,115 @@ def copy(shards: list[memoryview], into: list[memoryview]) -> None:
         target[:] = source
 
 
-def latency_us(served: Served, nbytes: int) -> list[float]:
+async def latency_us(side: Served | Bare, nbytes: int) -> list[float]:
     small = [memoryview(bytearray(nbytes))]
-    return [timed(lambda: served.read(small)) * 1e6 for _ in range(SMALL_READS)]
+    return [await timed(lambda: side.read(small)) * 1e6 for _ in range(SMALL_READS)]
+
+
+async def leases_us(url: str) -> list[float]:
+    """How long a lease takes with its release, of the object that was read last."""
+    line = Line(parse_url(url))
+    await line.open()
+    found = []
+    for _ in range(SMALL_READS):
+        began = time.perf_counter()
+        number = line.number()
+        leased, _ = await line.ask(Lease(number, b"shard 0"), number)
+        line.release(number)
+        found.append((time.perf_counter() - began) * 1e6)
+        if not isinstance(leased, Leased) or leased.status is not Status.OK:
+            raise SystemExit(f"gate: a lease failed: {leased}")
+    line.close()
+    return found
+
+
+class Echo(asyncio.Protocol):
+    """Gives back what it gets; or waits for that, where somebody asks."""
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[None] | None = None
+        self.closed = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # What another loop gives is no ``asyncio.Transport``, but does what that does.
+        self.transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self.answer is not None:
+            self.answer.set_result(None)
+        else:
+            self.transport.write(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed.set_result(exc)
+
+
+def start_echo(stack: ExitStack) -> socket.socket:
+    """Return a socket with a loop in another process at its other end, which ends with it."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, __file__, "--echo", str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+    stack.callback(process.wait)
+    stack.callback(ours.close)
+    return ours
+
+
+async def echoes_us(ours: socket.socket) -> list[float]:
+    """How long an answer of a loop in another process takes by a Unix socket."""
+    loop = asyncio.get_running_loop()
+    transport, echo = await loop.create_connection(Echo, sock=ours)
+    found = []
+    for _ in range(SMALL_READS):
+        began = time.perf_counter()
+        echo.answer = loop.create_future()
+        transport.write(bytes(ECHO_BYTES))
+        await echo.answer
+        found.append((time.perf_counter() - began) * 1e6)
+    transport.close()
+    await echo.closed
+    return found
+
+
+async def be_echo(number: int) -> None:
+    """In the other process."""
+    connection = socket.socket(fileno=number)
+    _, echo = await asyncio.get_running_loop().create_connection(Echo, sock=connection)
+    await echo.closed
+
+
+async def run(stack: ExitStack, options: argparse.Namespace) -> dict[str, object]:
+    draws = random.Random(1)
+    rounds = 1 if options.smoke else options.rounds
+    row: dict[str, object] = {}
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    process_id, (tcp, unix) = start_daemon(stack, folder)
+    ways = {
+        "tcp": (socket.AF_INET, tcp),
+        "unix": (socket.AF_UNIX, f"{unix}?shared=no"),
+        "shared": (socket.AF_UNIX, unix),
+    }
+    for name, (family, url) in ways.items():
+        served = Served(connect(url), process_id)
+        bare = Bare(stack, family, tempfile.mkdtemp(dir=folder))
+        for size in (MIB,) if options.smoke else (2 * MIB, 8 * MIB, 32 * MIB):
+            figures = await measure(size, rounds, served, bare, draws)
+            for figure, values in figures.items():
+                row[f"{name}_{size // MIB}_mib_{figure}"] = spread(values)
+                print(f"{name} {size // MIB} MiB {figure} {spread(values)['p50']:.3f}")
+        small = {
+            f"{name}_{kib}_kib_{word}_us": await latency_us(side, kib * KIB)
+            for kib in (4, 64)
+            for word, side in (("read", served), ("bare_read", bare))
+        }
+        if name == "shared":
+            small["lease_and_release_us"] = await leases_us(url)
+            small["echo_us"] = await echoes_us(start_echo(stack))
+        for figure, micros in small.items():
+            row[figure] = spread(micros)
+            print(f"{figure} {spread(micros)['p50']:.0f}")
+        await served.close()
+    return row
 
 
 def main() -> None:
@@ -194,36 +312,16 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="small and quick; writes no row")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--bare", nargs=2, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--echo", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.bare:
         be_bare(options.bare[0], unix=bool(options.bare[1]))
         return
-    draws = random.Random(1)
-    rounds = 1 if options.smoke else options.rounds
-    row: dict[str, object] = {}
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        loop = asyncio.new_event_loop()
-        stack.callback(loop.close)
-        process_id, (tcp, unix) = start_daemon(stack, folder)
-        ways = {
-            "tcp": (socket.AF_INET, tcp),
-            "unix": (socket.AF_UNIX, f"{unix}?shared=no"),
-            "shared": (socket.AF_UNIX, unix),
-        }
-        for name, (family, url) in ways.items():
-            served = Served(loop, connect(url), process_id)
-            bare = Bare(stack, family, tempfile.mkdtemp(dir=folder))
-            for size in (MIB,) if options.smoke else (2 * MIB, 8 * MIB, 32 * MIB):
-                figures = measure(size, rounds, served, bare, draws)
-                for figure, values in figures.items():
-                    row[f"{name}_{size // MIB}_mib_{figure}"] = spread(values)
-                    print(f"{name} {size // MIB} MiB {figure} {spread(values)['p50']:.3f}")
-            for kib in (4, 64):
-                micros = latency_us(served, kib * KIB)
-                row[f"{name}_{kib}_kib_read_us"] = spread(micros)
-                print(f"{name} {kib} KiB read {spread(micros)['p50']:.0f} us")
-            served.close()
+    with ExitStack() as stack, asyncio.Runner(loop_factory=new_loop) as runner:
+        if options.echo is not None:
+            runner.run(be_echo(options.echo))
+            return
+        row = runner.run(run(stack, options))
     if not options.smoke:
         write_row("daemon", row)
 
