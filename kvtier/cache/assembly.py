@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -36,7 +37,7 @@ from kvtier.cache.worth.costs import Costs
 from kvtier.codecs.calibration_copies import CalibrationCopies
 from kvtier.codecs.known import KnownCodecs
 from kvtier.config import CacheConfig
-from kvtier.constants import PREFETCH_SHARE
+from kvtier.constants import PREFETCH_SHARE, STORE_STAGING_SHARE
 from kvtier.interfaces import Clock, Connector
 from kvtier.keys import tenant_digest
 from kvtier.obs.counters import Counters
@@ -204,6 +205,7 @@ def make_desks(given: Given, medium: Medium) -> Desks:
             spans,
             tenancy,
             remotes if staged else None,
+            config.arena_bytes * STORE_STAGING_SHARE if staged else math.inf,
         ),
         prefetcher=prefetcher,
         loading=LoadContext(

@@ -49,7 +49,8 @@ class Storer:
 
     ``codec`` is the configured one; ``disk_codec`` packs a second time what is written to disk;
     None: disk takes what DRAM has. What lies ``afar`` needs no store, where DRAM keeps nothing;
-    None: what is stored belongs in DRAM.
+    None: what is stored belongs in DRAM. Of that no more is in use after a store than
+    ``used_bytes_max``, so that what is stored leaves room to what is loaded.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Storer:
         spans: Spans | None,
         tenancy: Tenancy,
         afar: Remotes | None,
+        used_bytes_max: float,
     ) -> None:
         self._dram = dram
         self._disk = disk
@@ -85,6 +87,7 @@ class Storer:
         self._spans = spans
         self._tenancy = tenancy
         self._afar = afar
+        self._used_bytes_max = used_bytes_max
         self.inflight_count = 0
         self._staging_count = 0
 
@@ -170,6 +173,11 @@ class Storer:
         return self._afar is not None and self._afar.look(key) == shape.layouts.keys()
 
     def _reserve(self, sequence: Sequence, chunk: int, shape: ChunkShape) -> DramRecord | None:
+        used_bytes = self._dram.used_bytes
+        if used_bytes and used_bytes + shape.chunk_bytes > self._used_bytes_max:
+            sequence.refused = MissReason.NO_ROOM
+            self._counters.refused_chunks[MissReason.NO_ROOM] += 1
+            return None
         if self.inflight_count >= STORE_CHUNKS_INFLIGHT_MAX:
             sequence.refused = MissReason.UNAVAILABLE
             self._counters.refused_chunks[MissReason.UNAVAILABLE] += 1

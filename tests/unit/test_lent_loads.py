@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.constants import LEND_PAUSE_S
+from kvtier.constants import LEND_PAUSE_S, STORE_STAGING_SHARE
 from kvtier.errors import ConnectorUnavailableError
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import EngineDouble, Loading, wait_until
 from kvtier.types import KVLayout, MissReason, Plan, Tier
-from tests.lib.cache_setup import CHUNK, LAYOUT, SPLIT, WINDOWED, ranks, tier_stats
+from tests.lib.cache_setup import CHUNK, CHUNK_BYTES, LAYOUT, SPLIT, WINDOWED, ranks, tier_stats
 from tests.lib.lending_remote import LendingRemote, ToyLoan
 from tests.lib.remote_lab import (
     RemoteLab,
@@ -152,14 +152,14 @@ def test_what_is_not_lent_is_copied_and_the_remote_left_alone_for_a_while(lab: R
     lending(lab).refuses = True
     assert engine.load(engine.match(engine.sequence(FIVE))).outcome.end_token == len(FIVE)
     counters = remote_counters(engine)
-    assert (counters.lent_bytes, counters.read_bytes) == (0, 5 * 4 * 4096)
+    assert (counters.lent_bytes, counters.read_bytes) == (0, 5 * CHUNK_BYTES)
     asked = lab.remote.calls["lend"]
     lending(lab).refuses = False
     assert engine.load(engine.match(engine.sequence(FIVE))).outcome.end_token == len(FIVE)
     assert lab.remote.calls["lend"] == asked
     clock.advance(LEND_PAUSE_S)
     assert engine.load(engine.match(engine.sequence(FIVE))).outcome.end_token == len(FIVE)
-    assert remote_counters(engine).lent_bytes == 5 * 4 * 4096
+    assert remote_counters(engine).lent_bytes == 5 * CHUNK_BYTES
 
 
 def test_what_is_encoded_is_copied(lab: RemoteLab) -> None:
@@ -251,18 +251,21 @@ def test_what_is_still_to_be_written_gives_way_to_nothing(
     lab: RemoteLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A long prompt does not push its own beginning out: what has no room is refused."""
-    monkeypatch.setattr("kvtier.config.STAGING_BYTES", 4 * 4 * 4096)
+    room = 8 * CHUNK_BYTES
+    monkeypatch.setattr("kvtier.config.STAGING_BYTES", room)
     engine = lab.open(dram_chunks=0)
     lab.remote.hold("contains")
     sequence = engine.sequence(FIVE)
     assert engine.store(sequence)
     assert sequence.refused is MissReason.NO_ROOM
+    dram = tier_stats(engine.cache, Tier.DRAM)
+    assert dram.used_bytes == room * STORE_STAGING_SHARE, "the rest is for what is loaded"
     other = engine.sequence(tokens_of(2, start=1000))
     assert not engine.store(other)
     lab.remote.release()
     uploaded(engine)
     assert len(lab.remote.objects()) == 4
-    assert engine.store(other)
+    wait_until(lambda: engine.store(other), "there is no room")
     uploaded(engine)
 
 
@@ -270,7 +273,7 @@ def test_what_is_owed_to_a_remote_that_fails_gives_way(
     lab: RemoteLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk goes on beside it, through the same staging area."""
-    monkeypatch.setattr("kvtier.config.STAGING_BYTES", 4 * 4 * 4096)
+    monkeypatch.setattr("kvtier.config.STAGING_BYTES", 4 * CHUNK_BYTES)
     engine = lab.open(dram_chunks=0, disk_chunks=64)
     lab.remote.twist["contains"] = fails
     for start in range(1000, 13_000, 1000):
