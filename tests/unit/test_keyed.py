@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import itertools
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cache import keyed_desk, keyed_transfer
+from kvtier.cache import keyed_transfer
 from kvtier.cache.keyed import KeyedCache
-from kvtier.codecs.opaque import Pieces, copy_out, opaque_codec, opaque_layout
+from kvtier.codecs.opaque import opaque_codec, opaque_layout
 from kvtier.constants import (
     KEYED_BATCH_MAX,
-    KEYED_ORDER_MAX,
     KEYED_PIECES_MAX,
     KEYED_TRANSFERS_MAX,
     MIB,
@@ -304,29 +302,6 @@ def test_a_batch_has_few_payloads_under_way(
     assert tier_stats(cache, Tier.DRAM).chunks == 3
     gate.open()
     assert finished(transfer) == [Tier.DISK] * 12
-
-
-def test_what_is_copied_in_one_order_is_bounded(
-    setup: KeyedSetup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The payloads of an order stay pinned until all of it was copied."""
-    sizes = {bytes([n]): 100 for n in range(KEYED_ORDER_MAX + 1)}
-    keyed, cache = setup.open(disk_bytes=None)
-    put(keyed, sizes)
-    arrived, go, copies = threading.Event(), threading.Event(), itertools.count(1)
-
-    def held(slot: memoryview, buffer: Pieces) -> None:
-        if next(copies) > KEYED_ORDER_MAX:
-            arrived.set()
-            assert go.wait(20), "nobody let the copy go"
-        copy_out(slot, buffer)
-
-    monkeypatch.setattr(keyed_desk, "copy_out", held)
-    transfer = keyed.get(list(sizes), [bytearray(100) for _ in sizes])
-    assert arrived.wait(20)
-    assert tier_stats(cache, Tier.DRAM).pinned_chunks == 1
-    go.set()
-    assert finished(transfer) == [Tier.DRAM] * len(sizes)
 
 
 def test_transfers_are_bounded_and_those_that_are_over_do_not_count(setup: KeyedSetup) -> None:
