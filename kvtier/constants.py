@@ -45,7 +45,7 @@ KEYED_TRANSFERS_MAX: Final = 256
 SLAB_BYTES_DEFAULT: Final = 64 * MIB
 #: The arena of a cache without a DRAM tier: what is on its way to or from the tiers below.
 STAGING_BYTES: Final = 256 * MIB
-#: Of that, what is in use at most once something is stored: the rest is for what is loaded.
+#: Of that, what may not leave at most once something is stored: the rest is for what is loaded.
 STORE_STAGING_SHARE: Final = 0.5
 # What others may lend such a cache at a time, half of what a server lends one connection: what is
 # given back and what is asked for anew pass each other. What has lent nothing is asked no sooner.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import partial
@@ -49,8 +50,8 @@ class Storer:
 
     ``codec`` is the configured one; ``disk_codec`` packs a second time what is written to disk;
     None: disk takes what DRAM has. What lies ``afar`` needs no store, where DRAM keeps nothing;
-    None: what is stored belongs in DRAM. Of that no more is in use after a store than
-    ``used_bytes_max``, so that what is stored leaves room to what is loaded.
+    None: what is stored belongs in DRAM. A store lets no more than ``staying_bytes_max`` be what
+    may not leave, so that there is room for what is loaded.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Storer:
         spans: Spans | None,
         tenancy: Tenancy,
         afar: Remotes | None,
-        used_bytes_max: float,
+        staying_bytes_max: float,
     ) -> None:
         self._dram = dram
         self._disk = disk
@@ -87,7 +88,7 @@ class Storer:
         self._spans = spans
         self._tenancy = tenancy
         self._afar = afar
-        self._used_bytes_max = used_bytes_max
+        self._staying_bytes_max = staying_bytes_max
         self.inflight_count = 0
         self._staging_count = 0
 
@@ -172,9 +173,13 @@ class Storer:
             return True
         return self._afar is not None and self._afar.look(key) == shape.layouts.keys()
 
+    def _crowded(self, nbytes: int) -> bool:
+        """Tell whether what has to stay leaves no room to what is loaded."""
+        staying_bytes = self._dram.staying_bytes if self._staying_bytes_max < math.inf else 0
+        return staying_bytes > 0 and staying_bytes + nbytes > self._staying_bytes_max
+
     def _reserve(self, sequence: Sequence, chunk: int, shape: ChunkShape) -> DramRecord | None:
-        used_bytes = self._dram.used_bytes
-        if used_bytes and used_bytes + shape.chunk_bytes > self._used_bytes_max:
+        if self._crowded(shape.chunk_bytes):
             sequence.refused = MissReason.NO_ROOM
             self._counters.refused_chunks[MissReason.NO_ROOM] += 1
             return None

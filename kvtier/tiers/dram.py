@@ -81,6 +81,12 @@ class DramTier:
         """Bytes in slots that hold something or are about to."""
         return self.arena.used_bytes
 
+    @property
+    def staying_bytes(self) -> int:
+        """Bytes of the chunks that may not leave now, counted one by one."""
+        staying = (r.entry for r in self.index if self._stays(r.entry.key))
+        return sum(entry.nbytes for entry in staying)
+
     def reserve(
         self, entry: Entry, namespace: bytes, codec: str, sizes: Mapping[ShardId, int]
     ) -> DramRecord | None:
