@@ -11,6 +11,7 @@ from kvtier.obs.series import Reader, Series, counter, gauge, seen_from
 from kvtier.obs.stats import CacheStats
 from kvtier.obs.tier_series import TIER_SERIES
 from kvtier.obs.told import told_cache, told_health, told_tenant, told_tier
+from kvtier.types import Tier
 from kvtier_server.counters import Counters
 
 
@@ -39,7 +40,7 @@ def stats_of(now: Snapshot, credentials: Iterable[str] = ()) -> dict[str, Any]:
         "uptime_s": now.uptime_s,
         "degraded": cache.degraded,
         "draining": now.draining,
-        "prompt_tokens": now.counters.reads + now.counters.absent,
+        "prompt_tokens": _asked_for(cache),
         "hit_tokens": {tier.tier.value: tier.counters.hit_tokens for tier in cache.tiers},
         "tiers": list(map(told_tier, cache.tiers)),
         "cache": told_cache(cache),
@@ -55,6 +56,16 @@ def stats_of(now: Snapshot, credentials: Iterable[str] = ()) -> dict[str, Any]:
             if tenant_name(name) in cache.tenants
         },
     }
+
+
+def _asked_for(cache: CacheStats) -> int:
+    """Return the objects that were asked for, however often that was and whatever came of it.
+
+    Each is found or missed in DRAM before anything else. So what tiers gave is never more: what a
+    client leased in vain and then read, and what was warmed, counts here as there.
+    """
+    counters = next(tier.counters for tier in cache.tiers if tier.tier is Tier.DRAM)
+    return counters.hit_tokens + sum(counters.miss_tokens.values())
 
 
 def health_of(now: Snapshot) -> dict[str, Any]:

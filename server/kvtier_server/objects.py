@@ -166,14 +166,16 @@ class Objects:
         if (held := self.hold(address)) is not None:
             return held
         found: Held | MissReason = MissReason.CODEC
-        for _ in range(_SIZE_TRIES):
+        for attempt in range(_SIZE_TRIES):
             match = await self._match(self._payload(address, None), deadline)
             codec = _codec_in(match)
             if codec is None or opaque_codec(codec) is None:
                 if match is not None:
                     self._cache.note_admission(match, 0, 1)
                 return Fault(Status.ABSENT)
-            found = await self._load(self._payload(address, _size_of(codec)), deadline)
+            found = await self._load(
+                self._payload(address, _size_of(codec)), deadline, count=attempt == 0
+            )
             # A remote tells an object's size in its header alone, and that has been read now.
             if found is not MissReason.CODEC:
                 break
@@ -191,11 +193,12 @@ class Objects:
         self.region = region
         return held
 
-    async def _load(self, payload: Payload, deadline: float) -> Held | MissReason:
+    async def _load(self, payload: Payload, deadline: float, *, count: bool) -> Held | MissReason:
         match = await self._match(payload, deadline)
         if match is None or not match.hits:
             return MissReason.DEADLINE if match is None else MissReason.ABSENT
-        self._cache.note_admission(match, 0, 1)
+        if count:
+            self._cache.note_admission(match, 0, 1)
         load = self._cache.begin_load(match, _BLOCKS, deadline=deadline)
         if load is None:
             return MissReason.ABSENT
