@@ -92,6 +92,7 @@ FROM_SERVER: Final = frozenset(
 )
 FROM_CLIENT: Final = frozenset(Kind) - FROM_SERVER
 WITH_PAYLOAD: Final = frozenset({Kind.DATA, Kind.WRITE})
+_WITH_ROW: Final = frozenset({Kind.CONTAINS, Kind.FOUND, Kind.DELETE, Kind.RELEASE})
 
 
 _VERSIONS: Final = {
@@ -313,7 +314,8 @@ def decode(kind: Kind, header: bytes | memoryview) -> Message:
             header,
             max_str_len=WIRE_TEXT_BYTES_MAX,
             max_bin_len=max(WIRE_TOKEN_BYTES_MAX, WIRE_KEY_BYTES_MAX),
-            max_array_len=WIRE_KEYS_MAX,
+            # A list is made as long as it says before it is filled, and lists may hold lists.
+            max_array_len=WIRE_KEYS_MAX if kind in _WITH_ROW else len(checks),
             max_map_len=0,
             max_ext_len=0,
         )

@@ -107,6 +107,10 @@ class Link(asyncio.BufferedProtocol):
         waits_for_peer = self._frame_since_s is not None and not self._pauses
         return waits_for_peer and now_s - (self._frame_since_s or 0.0) > self._frame_s
 
+    def accept(self, kinds: Collection[Kind]) -> None:
+        """Take frames of these kinds from the next one on."""
+        self._parser.accept(kinds)
+
     def place(self, target: memoryview | None) -> None:
         """Say where the payload of the last frame belongs, and read on; None: nowhere."""
         self._parser.place(target)

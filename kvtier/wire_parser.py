@@ -42,7 +42,7 @@ class Parser:
     """
 
     def __init__(self, accepts: Collection[Kind]) -> None:
-        """Take frames of these kinds; any other is an error."""
+        """Take frames of these kinds, until told otherwise; any other is an error."""
         self._accepts = accepts
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._start = self._end = 0
@@ -50,6 +50,10 @@ class Parser:
         self._filled = 0
         self._left = 0
         self._placed = True
+
+    def accept(self, kinds: Collection[Kind]) -> None:
+        """Take frames of these kinds from the next one on."""
+        self._accepts = kinds
 
     @property
     def busy(self) -> bool:

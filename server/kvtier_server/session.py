@@ -27,6 +27,7 @@ from kvtier.wire import (
     Done,
     Found,
     Hello,
+    Kind,
     Lease,
     Map,
     Message,
@@ -50,6 +51,9 @@ from kvtier_server.shared import Shared, Sharing
 
 _log = logging.getLogger("kvtier.daemon")
 
+#: What strangers may say is little, and costs little.
+_SAID_FIRST: Final = frozenset({Kind.HELLO})
+_ASKED: Final = FROM_CLIENT - _SAID_FIRST
 _GONE: Final = (ConnectionError, TimeoutError)
 
 
@@ -102,7 +106,7 @@ class Session:
         self._full = False
         self._writing: tuple[Write, Filling | Fault] | None = None
         self._shared: Shared | None = None
-        self.link = Link(FROM_CLIENT, self)
+        self.link = Link(_SAID_FIRST, self)
 
     @property
     def welcomed(self) -> bool:
@@ -132,9 +136,7 @@ class Session:
     def arrived(self, frame: Frame) -> None:
         """See ``Owner``."""
         message = frame.message
-        if isinstance(message, Hello) != (self._objects is None):
-            self._refuse(Status.REFUSED, "a client says hello, once, before all else")
-        elif isinstance(message, Hello):
+        if isinstance(message, Hello):
             self._welcome(message)
         elif version_of(message.kind) > self._version:
             self._refuse(Status.REFUSED, f"version {self._version} of the wire was agreed upon")
@@ -192,6 +194,7 @@ class Session:
             with contextlib.suppress(OSError):  # It is served by the socket.
                 self._shared = Shared(sharing, self._objects, self.link, self._plane)
                 self._version = WIRE_VERSION
+        self.link.accept(_ASKED)
         self.link.send_now(Welcome(self._version))
 
     def _peer(self) -> tuple[int | None, str | None]:

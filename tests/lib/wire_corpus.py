@@ -122,6 +122,7 @@ WRONG: Final[dict[str, bytes]] = {
     "too many keys": frame(Kind.CONTAINS, [1, [b"k"] * (WIRE_KEYS_MAX + 1)]),
     "lists in lists": frame(Kind.CONTAINS, b"\x91" * WIRE_HEADER_BYTES_MAX),
     "lists that promise more": frame(Kind.CONTAINS, b"\xdc\x04\x00" * 21_845),
+    "a hello of such lists": frame(Kind.HELLO, b"\xdc\x04\x00" * 21_845),
     "lists that promise too much": frame(Kind.CONTAINS, b"\xdd\xff\xff\xff\xff" * 100),
     "bytes that promise too much": frame(Kind.HELLO, b"\x93\x01\x01\xc6\xff\xff\xff\xff"),
     "something behind the header": frame(Kind.MAP, msgpack.packb([1, 0]) + b"\x01"),

@@ -10,6 +10,7 @@ import sys
 import time
 import tracemalloc
 from collections import deque
+from collections.abc import Collection
 
 import pytest
 from hypothesis import given
@@ -35,6 +36,8 @@ from tests.lib.wire_fuzz import check, parsed
 #: What a header may cost while it is read: lists in lists, each of which promises as much as it
 #: may, as deep as msgpack goes.
 HEADER_COST_BYTES_MAX = 16 * MIB
+#: What a stranger may have it cost, who has not been let in.
+STRANGER_COST_BYTES_MAX = MIB // 2
 GROWTH_BYTES_MAX = 16 * MIB
 SOAK_S_MAX = 600.0
 #: Streams that are remembered to be changed further, and how long they may be.
@@ -69,13 +72,18 @@ def test_wrong_streams_are_told_or_waited_for(name: str, rng: random.Random) -> 
 @pytest.mark.parametrize("name", [*CLIENT, *SERVER, *WRONG])
 def test_b108_no_stream_costs_more_than_its_limits(name: str) -> None:
     data = (CLIENT | SERVER | WRONG)[name]
+    assert cost_bytes(data, FROM_CLIENT | FROM_SERVER) < HEADER_COST_BYTES_MAX
+    assert cost_bytes(data, frozenset({Kind.HELLO})) < STRANGER_COST_BYTES_MAX
+
+
+def cost_bytes(data: bytes, accepts: Collection[Kind]) -> int:
+    """What it takes at most to read a stream."""
     tracemalloc.start()
     try:
-        parsed(data)
-        _, peak = tracemalloc.get_traced_memory()
+        parsed(data, accepts)
+        return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < HEADER_COST_BYTES_MAX
 
 
 @given(st.sampled_from(CORPUS), st.sampled_from(CORPUS), st.binary(max_size=60), st.data(), CUTS)
