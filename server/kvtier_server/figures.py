@@ -12,7 +12,7 @@ from kvtier.obs.stats import CacheStats
 from kvtier.obs.tier_series import TIER_SERIES
 from kvtier.obs.told import told_cache, told_health, told_tenant, told_tier
 from kvtier.types import Tier
-from kvtier_server.counters import Counters
+from kvtier_server.counters import MEANING, Counters
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ DAEMON_SERIES: Final[tuple[Series[Snapshot], ...]] = (
     *(
         counter(
             f"kvtier_daemon_{field.name}_total",
-            f"Counted since the start: {field.name.replace('_', ' ')}.",
+            field.metadata[MEANING],
             _counted(field.name),
         )
         for field in fields(Counters)
