@@ -243,6 +243,8 @@ DAEMON_HANDSHAKES_MAX: Final = 256
 DAEMON_AT_ONCE_MAX: Final = 16
 DAEMON_CONNECTION_BYTES_MAX: Final = 64 * MIB
 DAEMON_BYTES_MAX: Final = GIB
+# Of that, what a connection may ask for whatever the others do.
+DAEMON_SHARE_BYTES: Final = 16 * MIB
 DAEMON_IDLE_S_MAX: Final = 600.0
 DAEMON_REQUEST_S_MAX: Final = 10.0
 DAEMON_DRAIN_S: Final = 10.0

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from kvtier.cache.cache import Cache
-from kvtier.constants import DAEMON_BYTES_MAX, WIRE_STALL_S_MAX
+from kvtier.constants import DAEMON_BYTES_MAX, DAEMON_SHARE_BYTES, WIRE_STALL_S_MAX
 from kvtier.interfaces import Clock
 from kvtier_server.acceptor import Acceptor
 from kvtier_server.budget import Budget
@@ -41,7 +41,7 @@ class DataPlane:
         idle_s: float,
     ) -> None:
         self.clock = clock
-        self.budget = Budget(DAEMON_BYTES_MAX)
+        self.budget = Budget(DAEMON_BYTES_MAX, DAEMON_SHARE_BYTES)
         self.counters = Counters()
         #: What clients on Unix sockets share; None: the cache's memory is in no files.
         self.sharing = Sharing(len(cache.arena)) if cache.region_at(0) is not None else None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.constants import MIB, WIRE_STALL_S_MAX
+from kvtier.constants import GIB, MIB, WIRE_STALL_S_MAX
 from kvtier.registry import connect
 from kvtier.testing.connector_contract import get_whole, put
 from kvtier.testing.engine_double import wait_until
@@ -141,6 +141,27 @@ async def test_b118_whatever_is_sent_where_tls_is_spoken_ends_there(tmp_path: Pa
         await asyncio.to_thread(
             wait_until, lambda: running.connections()["open"] == 0, "somebody is still there"
         )
+        assert running.stop() == 0
+
+
+def test_b58_clients_that_ask_for_all_and_take_nothing_hold_up_nobody(tmp_path: Path) -> None:
+    """Each announces more than there is, of an object that it never takes off the wire."""
+    with daemon("--dram=64MiB") as running:
+        with closing(WireClient(running.urls[0]).hello()) as good:
+            stored(good, b"large", bytes(8 * MIB))
+            greedy = [WireClient(running.urls[0], receive_bytes=4096).hello() for _ in range(6)]
+            for client in greedy:
+                for number in range(3):
+                    client.send(Read(number, b"large", 0, 512 * MIB - 1))
+            wait_until(lambda: running.connections()["inflight_bytes"] > GIB, "they do not ask")
+            for number in range(20):
+                begun_s = time.monotonic()
+                stored(good, b"small", MINE)
+                assert asked(good, Read(number, b"small", 0, len(MINE))) == (Status.OK, MINE)
+                assert time.monotonic() - begun_s < SLOWEST_S_MAX
+            assert running.connections()["inflight_bytes"] > GIB, "they were not there any more"
+            for client in greedy:
+                client.close()
         assert running.stop() == 0
 
 

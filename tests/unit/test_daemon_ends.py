@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.constants import DAEMON_BYTES_MAX, MIB, WIRE_STALL_S_MAX
+from kvtier.constants import DAEMON_BYTES_MAX, DAEMON_SHARE_BYTES, MIB, WIRE_STALL_S_MAX
 from kvtier.wire import Area, Contains, Data, Done, Map, Read, Status, Write, encode
 from kvtier_server.credentials import DEFAULT
 from kvtier_server.session import Session
@@ -64,7 +64,7 @@ async def test_b92_a_request_that_ends_before_it_begins_gives_back_what_it_took(
     taker = Taker()
     plane.plane.budget.take(taker, DAEMON_BYTES_MAX)
     client = await plane.client()
-    client.writer.write(encode(Read(1, b"none", 0, 1)) + LATE[name])
+    client.writer.write(encode(Read(1, b"none", 0, DAEMON_SHARE_BYTES + 1)) + LATE[name])
     assert await client.message() == Data(1, Status.ABSENT, "")
     assert plane.plane.budget.stopped_count == 1
     (session,) = plane.plane.sessions

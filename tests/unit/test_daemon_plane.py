@@ -16,6 +16,7 @@ from kvtier.constants import (
     DAEMON_IDLE_S_MAX,
     DAEMON_REQUEST_S_MAX,
     DAEMON_REQUESTS_MAX,
+    DAEMON_SHARE_BYTES,
     MIB,
     WIRE_BYTES_PER_S_MIN,
     WIRE_STALL_S_MAX,
@@ -156,24 +157,38 @@ class _Who:
 
 
 def test_all_together_wait_above_the_limit_until_half_is_done() -> None:
-    budget = Budget(DAEMON_BYTES_MAX)
+    budget, much = Budget(DAEMON_BYTES_MAX, DAEMON_SHARE_BYTES), DAEMON_SHARE_BYTES + 1
     one, two, gone = _Who(), _Who(), _Who()
     a, b, c = (cast(Waiting, each) for each in (one, two, gone))
     budget.take(a, DAEMON_BYTES_MAX)
     assert one.link.pauses == 0
+    budget.take(b, much)
     budget.take(b, 1)
-    budget.take(b, 1)
-    budget.take(c, 1)
+    budget.take(c, much)
     assert (one.link.pauses, two.link.pauses, gone.link.pauses) == (0, 1, 1)
     budget.forget(c)
-    budget.give(c, 1)
-    budget.give(b, 2)
+    budget.give(c, much)
+    budget.give(b, much)
+    budget.give(b, 1)
     assert two.link.pauses == 1
     budget.give(a, DAEMON_BYTES_MAX // 2)
     assert (two.link.pauses, gone.link.pauses) == (0, 1)
     assert budget.stopped_count == 0
     budget.give(a, DAEMON_BYTES_MAX // 2)
     assert budget.used_bytes == 0
+
+
+def test_b58_who_asks_for_little_never_waits_for_who_asks_for_much() -> None:
+    budget = Budget(DAEMON_BYTES_MAX, DAEMON_SHARE_BYTES)
+    greedy, modest = _Who(), _Who()
+    a, b = (cast(Waiting, each) for each in (greedy, modest))
+    for _ in range(3):
+        budget.take(a, DAEMON_BYTES_MAX // 2)
+    for _ in range(3):
+        budget.take(b, DAEMON_SHARE_BYTES // 3)
+    assert (greedy.link.pauses, modest.link.pauses) == (1, 0)
+    budget.take(b, DAEMON_SHARE_BYTES // 3)
+    assert modest.link.pauses == 1
 
 
 async def test_requests_of_all_kinds_in_one_go_are_all_answered(plane: Plane) -> None:
