@@ -8,6 +8,7 @@ import pytest
 
 from kvtier.cache.worker import CacheWorker
 from kvtier.testing.pools import TorchPool
+from kvtier.tiers.window import Window
 from kvtier.types import Part, Placement
 from kvtier_kernels import pinned
 from tests.lib.cache_setup import BLOCK, FULL
@@ -85,3 +86,16 @@ def test_a_pool_on_the_cpu_locks_nothing(worker: CacheWorker, calls: list[str]) 
     worker.register_pool(TorchPool([FULL], block_count=8, block_tokens=BLOCK))
     worker.close()
     assert calls == []
+
+
+def test_what_is_lent_is_read_by_workers_with_a_pool_in_the_hosts_memory(calls: list[str]) -> None:
+    """A GPU copies from what is page-locked, and what others lend is not."""
+    window = Window(ARENA_BYTES)
+    worker = CacheWorker(Placement(), memoryview(bytearray(ARENA_BYTES)), window=window)
+    assert not window.serves([Placement()])
+    worker.register_pool(TorchPool([FULL], block_count=8, block_tokens=BLOCK))
+    assert window.serves([Placement()])
+    worker.register_pool(CudaPool())
+    assert not window.serves([Placement()])
+    worker.close()
+    assert calls == ["register", "unregister"]
