@@ -21,14 +21,17 @@ def sabotage(tier: str) -> None:
     Ours from KVTier; vLLM's own tier, whose reads are not ours to spoil, into vLLM's pool.
     """
     if tier == "KVTierTier":
-        from kvtier.codecs.opaque import OpaqueCodec
+        from kvtier_adapters.payloads.store import Face
 
-        honest = OpaqueCodec.unpack
+        honest = Face.get
 
-        def unpack(self: Any, payload: memoryview, pool: Any, move: Any) -> None:
-            honest(self, memoryview(bytes(len(payload))), pool, move)
+        def get(self: Any, keys: Any, into: Any) -> Any:
+            filled = yield from honest(self, keys, into)
+            for target in into:
+                target[:] = bytes(len(target))
+            return filled
 
-        OpaqueCodec.unpack = unpack  # type: ignore[method-assign]
+        Face.get = get  # type: ignore[method-assign]
     else:
         from cpu_copies import CopyingWorker  # type: ignore[import-not-found]
 
