@@ -264,6 +264,7 @@ class Clients:
     def run(self) -> int:
         """Kill and replace until the time is over; return how many ended badly by themselves."""
         rate = DEATHS_PER_S * len(self._pids)
+        self._replace(0)  # However busy the machine is, one dies.
         while (left_s := self._until_s - time.monotonic()) > 0:
             pause_s = min(left_s, self._draws.expovariate(rate))
             if signal.sigtimedwait({signal.SIGCHLD}, pause_s) is not None:
