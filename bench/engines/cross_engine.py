@@ -252,8 +252,8 @@ def make_prompts(model: Path, count: int, scale: float) -> list[list[int]]:
 
 
 def whole_chunks(prompt: list[int]) -> int:
-    """Return the tokens of a prompt that a tier can give: whole chunks, one token left over."""
-    return (len(prompt) - 1) // CHUNK_TOKENS * CHUNK_TOKENS
+    """Return the tokens of a prompt that are stored. Its last one is computed all the same."""
+    return len(prompt) // CHUNK_TOKENS * CHUNK_TOKENS
 
 
 def read_cells(paths: list[Path]) -> list[dict[str, Any]]:
