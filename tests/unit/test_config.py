@@ -132,7 +132,10 @@ def test_configs_are_frozen() -> None:
         ({"policy": ""}, "policy = ''"),
         ({"slab_bytes": 0}, "slab_bytes = 0: allowed is a positive multiple of 4096"),
         ({"slab_bytes": 5000}, "slab_bytes = 5000"),
-        ({"dram_bytes": MIB}, r"dram_bytes = 1048576: allowed is at least one slab \(64 MiB\), or 0 "),
+        (
+            {"dram_bytes": MIB},
+            r"dram_bytes = 1048576: allowed is at least one slab \(64 MiB\), or 0 ",
+        ),
         ({"dram_bytes": 0}, "dram_bytes = 0: allowed is .*, or 0 with a disk or a remote$"),
         ({"dram_bytes": MIB, "disk": DiskConfig("/d")}, "dram_bytes = 1048576: allowed is"),
         ({"dram_bytes": 0, "disk": DiskConfig("/d"), "exported_to": "a"}, "dram_bytes = 0: allow"),
