@@ -311,6 +311,7 @@ def virtual_time(delay_s: Callable[[str], float]) -> Iterator[VirtualTime]:
             stack.enter_context(mock.patch.object(module, "threading", threads))
         for module in (executor, channel):
             stack.enter_context(mock.patch.object(module, "asyncio", shim))
+        stack.enter_context(mock.patch.object(channel, "new_loop", shim.new_event_loop))
         stack.enter_context(mock.patch.object(executor, "ThreadPool", pool))
         stack.enter_context(mock.patch.object(executor, "wait", wait))
         stack.enter_context(mock.patch.object(channel, "ThreadPoolExecutor", verifiers))
