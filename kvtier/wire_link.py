@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import time
@@ -75,6 +76,7 @@ class Link(asyncio.BufferedProtocol):
         self._payload = False
         self._unplaced = False
         self._stopped = False
+        self._writes_ours = False
         self._taking = False
         self._frame_since_s: float | None = None
         self._frame_s = WIRE_STALL_S_MAX
@@ -213,11 +215,23 @@ class Link(asyncio.BufferedProtocol):
             self._transport.close()
 
     def abort(self) -> None:
-        """Close at once; the transport lets go of all memory."""
+        """Close at once; the owner's memory is not touched any more."""
         self._stopped = True
         self._parser.discard()
         if self._transport is not None:
+            self._hang_up()
             self._transport.abort()
+
+    def _hang_up(self) -> None:
+        """Have the system take nothing more: uvloop would go on to write until its next turn."""
+        if self._writes_ours:
+            self._writes_ours = False
+            with contextlib.suppress(OSError):  # It may be gone already.
+                twin = socket.socket(fileno=self.transport.get_extra_info("socket").fileno())
+                try:
+                    twin.shutdown(socket.SHUT_WR)
+                finally:
+                    twin.detach()  # The descriptor is the transport's.
 
     async def _write(self, data: bytes | memoryview, *, urgent: bool = False) -> None:
         if self.gone:
@@ -242,6 +256,7 @@ class Link(asyncio.BufferedProtocol):
         # begins at the limit, elsewhere behind it.
         encrypts = transport.get_extra_info("sslcontext") is not None
         self._transport.set_write_buffer_limits(high=int(encrypts), low=0)
+        self._writes_ours = not encrypts  # What is encrypted is the transport's own.
         connection = transport.get_extra_info("socket")
         if connection.family in {socket.AF_INET, socket.AF_INET6}:
             for level, option, value in _TCP_OPTIONS:
@@ -250,7 +265,7 @@ class Link(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See ``asyncio.BaseProtocol``."""
-        self._stopped = True
+        self._stopped, self._writes_ours = True, False
         self._parser.discard()
         self._flushed.set()
         self._owner.closed(exc)
