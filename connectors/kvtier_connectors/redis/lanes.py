@@ -190,8 +190,11 @@ class Lanes:
             if new:
                 # What was idle beside a connection that broke is most likely broken too.
                 stale, self._idle[node] = idle, []
-            elif idle:
-                return idle.pop()
+            while not new and idle:
+                link = idle.pop()
+                if link.quiet:
+                    return link
+                stale.append(link)
         for link in stale:
             link.close()
         return Link(self._settings, node)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import ssl
 import struct
@@ -130,6 +131,16 @@ class Link:
                 waiting_bytes += command.payload_bytes
         while waiting:
             self._answer(waiting.popleft(), failed, answered)
+
+    @property
+    def quiet(self) -> bool:
+        """True while nothing has come that no command has asked for, nor the end of the stream.
+
+        Else the next command would get another one's answer.
+        """
+        watched = select.poll()
+        watched.register(self._socket, select.POLLIN)
+        return self._replies.empty and not watched.poll(0)
 
     def abort(self) -> None:
         """Make whoever waits for this connection fail at once. From any thread."""

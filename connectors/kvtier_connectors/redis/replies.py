@@ -70,6 +70,11 @@ class Replies:
         self._buffer = memoryview(self._bytes)
         self._start = self._end = 0
 
+    @property
+    def empty(self) -> bool:
+        """True while nothing was read ahead."""
+        return self._start == self._end
+
     def next(self, command: Command) -> Reply:
         """Return the next answer, which is to this command.
 
