@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -51,7 +52,7 @@ class ScriptedRedis:
 
     @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self.listener.getsockname()[1]}"
+        return f"redis+unix://{self.listener.getsockname()}"
 
     def run(self) -> None:
         threads = []
@@ -96,8 +97,12 @@ class ScriptedRedis:
 
 
 @pytest.fixture
-def server() -> Iterator[ScriptedRedis]:
-    made = ScriptedRedis(socket.create_server(("127.0.0.1", 0)))
+def server(tmp_path: Path) -> Iterator[ScriptedRedis]:
+    # What is sent over a Unix socket is there at once.
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmp_path / "redis"))
+    listener.listen()
+    made = ScriptedRedis(listener)
     running = threading.Thread(target=made.run)
     running.start()
     yield made
