@@ -22,10 +22,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from bench.lib import cache_drive
 from bench.lib.report import spread, write_row
 from bench.micro.zstd import BLOCK, computed, made_up
 from kvtier import Cache, CacheConfig, CacheWorker, RemoteConfig
-from kvtier.cache.match import Ready
 from kvtier.constants import GIB, MIB
 from kvtier.registry import connect
 from kvtier.testing.engine_double import wait_until
@@ -88,33 +88,12 @@ class Host:
     def store(self, case: Case) -> None:
         self.worker.register_pool(case.pool)
         chunks = range(case.tokens // case.layout.chunk_tokens)
-        plan = self.cache.begin_store(self.sequence, chunks, self.blocks)
-        assert plan is not None, "nothing to store"
-        self.worker.execute(plan)
-
-        def done() -> bool:
-            self.cache.finish(self.worker.poll())
-            return self.cache.store_done(plan.plan_id) and not self.cache.stats().writes_queued
-
-        wait_until(done, "the store")
+        cache_drive.store(self.cache, self.worker, self.sequence, chunks, self.blocks)
 
     def load(self, case: Case) -> None:
-        wait_until(lambda: isinstance(self.cache.match(self.sequence), Ready), "the lookup")
-        match = self.cache.match(self.sequence)
-        assert isinstance(match, Ready), "it was"
         self.worker.register_pool(case.target)
-        load = self.cache.begin_load(match, self.blocks)
-        assert load is not None, "no load"
-
-        def done() -> bool:
-            for plan in load.poll():
-                self.worker.execute(plan)
-            self.cache.finish(self.worker.poll())
-            return load.outcome is not None
-
-        wait_until(done, "the load")
-        assert load.outcome is not None, "it was"
-        assert load.outcome.end_token == case.tokens, f"short: {load.outcome}"
+        came = cache_drive.load(self.cache, self.worker, self.sequence, self.blocks)
+        assert came == case.tokens, f"short: {came}"
 
     def remote_bytes(self) -> tuple[int, int]:
         """Bytes written to the remote and read from there."""

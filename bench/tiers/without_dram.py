@@ -24,10 +24,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from bench.lib import cache_drive
 from bench.lib.report import spread, write_row
 from bench.tiers.daemon import spent_s, start_daemon
 from kvtier.cache.cache import Cache
-from kvtier.cache.match import Ready
 from kvtier.cache.sequence import Sequence
 from kvtier.cache.worker import CacheWorker
 from kvtier.config import CacheConfig, RemoteConfig
@@ -66,34 +66,13 @@ class Host:
 
     def store(self, pool: TorchPool) -> None:
         self.worker.register_pool(pool)
-        plan = self.cache.begin_store(self._sequence(), range(self.tokens // CHUNK), self._blocks)
-        assert plan is not None, "nothing to store"
-        self.worker.execute(plan)
-
-        def done() -> bool:
-            self.cache.finish(self.worker.poll())
-            return self.cache.store_done(plan.plan_id) and not self.cache.stats().writes_queued
-
-        wait_until(done, "the store")
+        chunks = range(self.tokens // CHUNK)
+        cache_drive.store(self.cache, self.worker, self._sequence(), chunks, self._blocks)
 
     def load(self) -> None:
-        sequence = self._sequence()
-        wait_until(lambda: isinstance(self.cache.match(sequence), Ready), "the lookup")
-        match = self.cache.match(sequence)
-        assert isinstance(match, Ready), "it was"
-        load = self.cache.begin_load(match, self._blocks)
-        assert load is not None, "no load"
-
-        def done() -> bool:
-            for plan in load.poll():
-                self.worker.execute(plan)
-            self.cache.finish(self.worker.poll())
-            return load.outcome is not None
-
-        wait_until(done, "the load")
-        assert load.outcome is not None, "it was"
-        if load.outcome.end_token != self.tokens:
-            raise SystemExit(f"gate: a short load: {load.outcome}")
+        came = cache_drive.load(self.cache, self.worker, self._sequence(), self._blocks)
+        if came != self.tokens:
+            raise SystemExit(f"gate: a short load of {came} tokens")
 
     def lent_share(self) -> float:
         tiers = self.cache.stats().tiers
