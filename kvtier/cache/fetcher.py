@@ -100,8 +100,8 @@ class Fetcher:
         context, sequence = self._context, landing.sequence
         with context.lock:
             # What was read in an epoch that is over counts for nothing.
-            came = landing.landed and self._roots.current(sequence)
-            reason = fill.failure or (MissReason.ABSENT if landing.landed else MissReason.DEADLINE)
+            came = landing.missed is None and self._roots.current(sequence)
+            reason = fill.failure or landing.missed or MissReason.ABSENT
             if came:
                 outcome = LoadOutcome(0, 1, {Tier.DISK: 1}, ())
             else:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 from kvtier.cache.below.disk_source import DiskSource
 from kvtier.cache.below.fill import Arriving, Fill, Hold, Origin
@@ -35,7 +36,7 @@ _NO_BUFFER = Pieces()
 class Landing:
     """A buffer that waits for its payload. ``outcome``: once it is not touched any more.
 
-    ``landed``: the payload is in it.
+    ``missed``: why the payload is not in it; None: it is.
     """
 
     def __init__(self, sequence: Sequence, buffer: Pieces, deadline: float, clock: Clock) -> None:
@@ -43,7 +44,7 @@ class Landing:
         self._buffer = buffer
         self._deadline = deadline
         self._clock = clock
-        self.landed = False
+        self.missed: MissReason | None = MissReason.DEADLINE
         self._landing = False
         self._lock = threading.Lock()
         self.outcome: Tier | MissReason | None = None
@@ -60,8 +61,9 @@ class Landing:
             late = self._clock.now() >= self._deadline
             self._landing = self.outcome is None and not late
         if self._landing:
+            self.missed = MissReason.WORKER
             copy_out(slot, self._buffer)
-            self.landed = True
+            self.missed = None
 
     def conclude(self, outcome: Tier | MissReason) -> None:
         """Say what came of it, unless it was given up."""
@@ -152,8 +154,8 @@ class Convoy:
         if ride.late:
             ride.overdue_done(outcome)
         else:
-            if outcome is None:
-                landing.land(ride.slot)
+            if outcome is None:  # Whatever becomes of the copy, the chunk has come.
+                outcome_boundary(partial(landing.land, ride.slot))
             ride.done(outcome)
             self._landed(landing, fill)
         with self._lock:
