@@ -129,6 +129,18 @@ def test_a_store_that_takes_no_writes_is_read_and_named(lab: RemoteLab) -> None:
     assert state(theirs) == "ok", "and it is asked"
 
 
+def test_a_store_that_refuses_to_be_read_is_named_and_asked_again(lab: RemoteLab) -> None:
+    """A wrong token or password is no pause that ends by itself: whoever gave it has to know."""
+    clock = FakeClock()
+    refusal = ConnectorRefusedError("the token is wrong")
+    lab.remote.twist["epochs"] = lambda answer: [refusal for _ in answer]
+    ours = lab.open(clock=clock)
+    in_time(clock, lambda: state(ours) == "failing", "nobody says so")
+    assert "the token is wrong" in ours.cache.stats().remotes[0].detail
+    lab.remote.twist.clear()
+    in_time(clock, lambda: state(ours) == "ok", "it is not asked again")
+
+
 def test_a_store_that_keeps_what_is_there_is_made_to_forget_it_first(lab: RemoteLab) -> None:
     """S3 with conditions: equal keys are taken for equal bytes."""
     ours = lab.open()

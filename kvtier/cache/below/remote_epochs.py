@@ -37,6 +37,7 @@ from kvtier.constants import (
 )
 from kvtier.errors import (
     ConnectorDataError,
+    ConnectorRefusedError,
     ConnectorUnavailableError,
     KVTierError,
     TierUnavailableError,
@@ -140,6 +141,7 @@ class RemoteEpochs:
     def _end(self, fault: Fault | None) -> None:
         if fault is not None:
             self._tier.failed(fault)
+        self._tier.barred = str(fault) if isinstance(fault, ConnectorRefusedError) else ""
         wait_s = EPOCHS_READ_S if self._tier.epochs_known else EPOCHS_RETRY_S
         self._next_s = self._clock.now() + wait_s
 

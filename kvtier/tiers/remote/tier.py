@@ -46,6 +46,7 @@ class RemoteTier:
         self.breaker = Breaker(draws)
         self.late_count = 0  # Reads that are overdue and have not ended.
         self.epochs_known = False  # What was raised by others has been read.
+        self.barred = ""  # Why it lets us read nothing, its epochs included; empty: it does.
         self.refusing = ""  # Why it takes no writes although it answers; empty: it does.
         self.shrinks = False  # What was read last was encoded, so the next may be shorter too.
         #: What was written there for tenants since the start.
@@ -87,6 +88,8 @@ class RemoteTier:
             return breaker.word, f"{breaker.detail}; breaker {breaker.state.value}"
         if self.late_count >= LATE_JOBS_MAX:
             return "slow", f"{self.late_count} answers are overdue; breaker closed"
+        if not self.epochs_known and self.barred:
+            return "failing", self.barred
         if not self.epochs_known:
             return "opening", self.breaker.detail or "reading its epochs"
         if self.refusing:
