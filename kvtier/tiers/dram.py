@@ -83,9 +83,10 @@ class DramTier:
 
     @property
     def staying_bytes(self) -> int:
-        """Bytes of the chunks that may not leave now, counted one by one."""
-        staying = (r.entry for r in self.index if self._stays(r.entry.key))
-        return sum(entry.nbytes for entry in staying)
+        """Bytes of the chunks in the arena that may not leave now, counted one by one."""
+        staying = (r for r in self.index if self._stays(r.entry.key))
+        slots = (slot for record in staying for slot in record.places.values())
+        return sum(slot.nbytes for slot in slots if not self.window.holds_slot(slot))
 
     def reserve(
         self, entry: Entry, namespace: bytes, codec: str, sizes: Mapping[ShardId, int]
