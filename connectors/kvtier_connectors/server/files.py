@@ -7,7 +7,7 @@ import fcntl
 import mmap
 import os
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Final, NamedTuple
 
 from kvtier.constants import ALIGN_BYTES
@@ -58,6 +58,7 @@ class FileLine:
         self._socket.setblocking(False)
         self._parser = Parser(FROM_SERVER)
         self._descriptors: list[int] = []
+        self._waits = self._closed = False
 
     async def open(self, settings: Settings) -> None:
         """Connect and be welcomed. Raises ``OSError``, ``WireError`` or ``ConnectorError``."""
@@ -81,7 +82,12 @@ class FileLine:
             _close(descriptors)
 
     def close(self) -> None:
-        """Hang up; what is mapped stays."""
+        """Hang up; what is mapped stays. Whoever waits for an answer is told so at once."""
+        self._closed = True
+        if self._waits:  # The loop still looks at the descriptor.
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            return
         self._socket.close()
         _close(self._descriptors)
         self._descriptors = []
@@ -102,10 +108,16 @@ class FileLine:
         loop = asyncio.get_running_loop()
         readable = asyncio.Event()
         loop.add_reader(self._socket, readable.set)
+        self._waits = True
         try:
             await readable.wait()
         finally:
             loop.remove_reader(self._socket)
+            self._waits = False
+            if self._closed:
+                self.close()
+        if self._closed:
+            return b""
         data, descriptors, _, _ = socket.recv_fds(self._socket, _RECEIVE_BYTES, 1)
         self._descriptors += descriptors
         return data
@@ -125,6 +137,7 @@ class SharedFiles:
         self._staging: _File | None = None
         self._free = Extents(0)  # Of the staging file.
         self._not_before_s = dict.fromkeys(Area, 0.0)
+        self._closed = False
 
     async def objects(self, region: int) -> memoryview | None:
         """Return the file that is named so, for reading; None: it cannot be had."""
@@ -160,10 +173,17 @@ class SharedFiles:
         if read:
             self._free.give(part.offset, -(-part.nbytes // ALIGN_BYTES) * ALIGN_BYTES)
         else:
-            self.close()
+            self._let_go()
 
     def close(self) -> None:
-        """Hang up and let go of all files; what is being read or written stays mapped."""
+        """Hang up and let go of all files; what is being read or written stays mapped.
+
+        There are none from now on.
+        """
+        self._closed = True
+        self._let_go()
+
+    def _let_go(self) -> None:
         if self._line is not None:
             self._line.close()
         self._line = self._objects = self._staging = None
@@ -173,14 +193,16 @@ class SharedFiles:
         if loop.time() < self._not_before_s[area]:
             return None
         for fresh in (False, True):  # The line may be of a server that is gone.
+            if self._closed:
+                break
             try:
                 async with asyncio.timeout(self._settings.connect_timeout_s):
                     return await self._mapped(area)
             except asyncio.CancelledError:
-                self.close()  # An answer may be on its way.
+                self._let_go()  # An answer may be on its way.
                 raise
             except (OSError, WireError, ConnectorError):
-                self.close()
+                self._let_go()
                 if fresh:
                     self._not_before_s[area] = loop.time() + _PAUSE_S
         return None
@@ -191,6 +213,8 @@ class SharedFiles:
             with ExitStack() as undo:
                 undo.callback(line.close)
                 await line.open(self._settings)
+                if self._closed:
+                    raise ConnectorUnavailableError("the connector is closed")
                 undo.pop_all()
             self._line = line
         return await self._line.map(area)
