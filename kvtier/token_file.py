@@ -36,6 +36,7 @@ def read_token(path: str, name: str | None) -> bytes:
     if name is not None:
         lines = [line for line in lines if line[0] == name.encode()]
     if len(lines) != 1 or len(lines[0]) > 2 or len(lines[0][-1]) > WIRE_TOKEN_BYTES_MAX:
-        asked = "one token" if name is None else f"one token of the name {name!r}"
+        several = "one token; where there are several, token_name (--token-name) says which"
+        asked = several if name is None else f"one token of the name {name!r}"
         raise ConfigError(f"token file {path}: allowed is {asked}")
     return lines[0][-1]

@@ -110,7 +110,7 @@ def _urls(value: Any) -> tuple[str, ...]:
     for url in urls:
         scheme, separator, _ = url.partition("://")
         if not separator or split_scheme(scheme)[1] not in known:
-            raise ConfigError(f"allowed: URLs that start with {', '.join(known)} and ://")
+            raise ConfigError(f"allowed: URLs that start with one of {', '.join(known)}, and ://")
     if not urls or len(set(urls)) < len(urls):
         raise ConfigError("allowed: URLs, each named once")
     return urls

@@ -85,7 +85,7 @@ def _check_remote(url: str) -> None:
     known = [name for name in connectors.names() if name not in _OWN]
     if not separator or split_scheme(scheme)[1] not in known:
         shown = scheme if separator else "(hidden)"
-        allowed = f"URLs that start with {', '.join(known)} and ://"
+        allowed = f"URLs that start with one of {', '.join(known)}, and ://"
         raise ConfigError(f"--remote = {shown!r}: allowed are {allowed}")
 
 

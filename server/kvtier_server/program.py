@@ -21,8 +21,9 @@ from kvtier.cache.cache import Cache
 from kvtier.clock import SystemClock
 from kvtier.config import format_size
 from kvtier.constants import CONTROL_REQUESTS_MAX
-from kvtier.errors import KVTierError
+from kvtier.errors import ConfigError, KVTierError
 from kvtier.obs.dashboard.history import History
+from kvtier.registry import connect, shown_url
 from kvtier_server.control import create_app
 from kvtier_server.dashboard import recorded
 from kvtier_server.data_plane import DataPlane
@@ -58,9 +59,28 @@ def run_daemon(config: DaemonConfig, read: Callable[[], DaemonConfig], say: Say)
         http = None if config.http is None else undo.enter_context(bound("--http", config.http))
         if 2 * config.connections_max > descriptors:
             say(f"kvtier daemon: {_few(config.connections_max, descriptors)}")
-        cache = Cache(exported(config))
+        asyncio.run(_try_remotes(config))
+        cache = _opened(config)
         undo.callback(cache.close)
         uvloop.run(_serve(config, read, cache, listeners, http, (tls, http_tls), say))
+
+
+async def _try_remotes(config: DaemonConfig) -> None:
+    """Open and close each remote, which asks none of them. Raises ``ConfigError`` that names it."""
+    for url in (remote.url for remote in config.cache.remotes):
+        try:
+            connector = connect(url)
+        except KVTierError as error:
+            raise ConfigError(f"--remote {shown_url(url)}: {error}") from error
+        await connector.close()
+
+
+def _opened(config: DaemonConfig) -> Cache:
+    """Open the cache. Raises ``ConfigError`` where its memory is not to be had."""
+    try:
+        return Cache(exported(config))
+    except ConfigError as error:
+        raise ConfigError(f"--dram = {format_size(config.cache.dram_bytes)}: {error}") from error
 
 
 async def _serve(

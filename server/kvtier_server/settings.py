@@ -66,7 +66,9 @@ class TlsFiles:
             try:
                 context.load_verify_locations(self.client_ca)
             except OSError as error:
-                raise ConfigError(f"--client-ca: {error.strerror or error}") from error
+                raise ConfigError(
+                    f"--client-ca = {self.client_ca!r}: {error.strerror or error}"
+                ) from error
             context.verify_mode = ssl.CERT_REQUIRED
         return context
 
@@ -78,7 +80,8 @@ class TlsFiles:
         try:
             context.load_cert_chain(self.cert, self.key)
         except OSError as error:
-            raise ConfigError(f"--tls-cert, --tls-key: {error.strerror or error}") from error
+            files = f"--tls-cert = {self.cert!r}, --tls-key = {self.key!r}"
+            raise ConfigError(f"{files}: {error.strerror or error}") from error
 
 
 @dataclass(frozen=True, slots=True)

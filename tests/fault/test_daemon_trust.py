@@ -150,6 +150,16 @@ REFUSED = {
     ("--listen=127.0.0.1:0", "--remote=kvtier://x"): "--remote = 'kvtier'",
     ("--listen=127.0.0.1:0", "--token-file=/none"): "--token-file = '/none'",
     ("--listen=127.0.0.1:0", "--tls-cert=/none"): "--tls-cert, --tls-key",
+    (
+        "--listen=127.0.0.1:0",
+        "--tls-cert=/none",
+        "--tls-key=/no",
+    ): "--tls-key = '/no': No such file",
+    ("--listen=127.0.0.1:0", "--dram=900TiB"): "--dram = 900 TiB: ",
+    (
+        "--listen=127.0.0.1:0",
+        "--remote=redis://:hidden@h?prefx=a",
+    ): "--remote redis://h: a redis:// URL has no 'prefx'",
     ("--listen=127.0.0.1:0", "--diskk=/x"): "No such option",
 }
 

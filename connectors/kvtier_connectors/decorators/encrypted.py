@@ -373,7 +373,7 @@ def _taken_apart(url: str) -> tuple[str, str]:
     """Return the URL of the store, and the file that ours names. Raises ``ConfigError``."""
     _, _, rest = url.partition("+")
     parts = urlsplit(rest)
-    where = f"a {url.partition('://')[0]}:// URL"
+    where = f"an {url.partition('://')[0]}:// URL"
     own: list[str] = []
     others: list[str] = []
     for text in parts.query.split("&"):
