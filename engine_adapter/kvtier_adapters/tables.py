@@ -34,4 +34,10 @@ def read_table(
     for name, value in {str(name): value for name, value in table.items()}.items():
         one = name in _LISTS and isinstance(value, str)
         values[spelled.get(name, name)] = [value] if one else value
-    return from_table(kind, values, where)
+    try:
+        return from_table(kind, values, where)
+    except ConfigError as error:
+        text = str(error)
+        for name, field in spelled.items():
+            text = text.replace(f"{where}.{field}", f"{where}.{name}")
+        raise ConfigError(text) from error

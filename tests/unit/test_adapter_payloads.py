@@ -110,7 +110,7 @@ def test_options_are_read_from_a_table_as_engines_have_them(tmp_path: Path) -> N
     ("table", "says"),
     [
         ({"drams": "1GiB"}, r"kvtier has no 'drams' .did you mean 'dram'"),
-        ({"dram": "1GB"}, "kvtier.dram_bytes: not a size"),
+        ({"dram": "1GB"}, "kvtier.dram: not a size"),
         ({"disk": "kv"}, "weights_id is missing"),
         ({"remote": "memory://"}, "weights_id is missing"),
         ({"disk": {"path": "kv"}, "weights_id": "w"}, "disk = .*: allowed is a list"),

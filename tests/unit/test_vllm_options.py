@@ -69,6 +69,7 @@ def test_dram_below_a_slab_is_one_slab() -> None:
     [
         ({"drum": "1GiB"}, "no 'drum' (did you mean 'dram'?)"),
         ({"dram_bytes": 1}, "no 'dram_bytes'"),
+        ({"dram": "1XB"}, "kv_connector_extra_config.dram: not a size: '1XB'"),
         ({"dram": "many"}, "not a size: 'many'"),
         ({"blocks": "plain"}, "blocks = 'plain': allowed is auto, opaque"),
         ({"any_version": "yes"}, "any_version = 'yes': allowed is a bool"),
