@@ -8,7 +8,7 @@ Five methods, one table of errors, nothing of tiers. A package makes it known by
 and proves it by the kit in two lines, with `ListableContract` beside it if it can list:
 
     class TestSqliteConnector(ConnectorContract, ListableContract):
-        def make_connector(self): return connect(f"sqlite://{self.folder}/kv.db")
+        def make_connector(self): return connect(f"sqlite://{tempfile.mkdtemp()}/kv.db")
 """
 
 from __future__ import annotations
