@@ -102,6 +102,8 @@ class Fetcher:
             # What was read in an epoch that is over counts for nothing.
             came = landing.missed is None and self._roots.current(sequence)
             reason = fill.failure or landing.missed or MissReason.ABSENT
+            if reason is MissReason.CANCELLED and context.clock.now() >= fill.deadline:
+                reason = MissReason.DEADLINE
             if came:
                 outcome = LoadOutcome(0, 1, {Tier.DISK: 1}, ())
             else:

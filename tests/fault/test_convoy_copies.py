@@ -1,4 +1,4 @@
-"""Payloads whose copy out of a convoy goes wrong, or that are given up around it: nobody waits."""
+"""Payloads of a convoy whose copy goes wrong, or whose turn never comes: nobody waits for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ import pytest
 from kvtier.cache.below import convoy
 from kvtier.codecs.opaque import Pieces, copy_out
 from kvtier.constants import IO_THREADS_DEFAULT
-from kvtier.types import Tier
+from kvtier.testing.clock import FakeClock
+from kvtier.testing.engine_double import wait_until
+from kvtier.testing.fault_files import FileGate, FileOperation
+from kvtier.types import MissReason, Tier
+from tests.lib.cache_setup import tier_stats
 from tests.lib.keyed_setup import KeyedSetup, finished, get, keyed_setup, settle
 
 NBYTES = 70_000
@@ -42,3 +46,26 @@ def test_a_copy_that_raises_costs_its_own_payload_alone(
     (logged,) = setup.errors
     setup.errors.remove(logged)
     assert get(keyed, SIZES) == [Tier.DRAM] * len(SIZES)
+
+
+def test_what_no_thread_has_begun_by_the_deadline_is_nobodys_fault(setup: KeyedSetup) -> None:
+    """Only what is being read keeps its slot, and counts against the directory."""
+    clock = FakeClock()
+    keyed, cache = setup.on_disk(SIZES)
+    setup.close(keyed)
+    keyed, cache = setup.open(clock=clock)
+    gate = FileGate(operations=(FileOperation.READ,), path=".kvs")
+    setup.files.inject(gate)
+    into = [bytearray(NBYTES) for _ in SIZES]
+    transfer = keyed.get(list(SIZES), into, deadline=clock.now() + 0.2)
+    gate.wait_for_arrivals(IO_THREADS_DEFAULT)
+    clock.advance(0.2)
+    assert finished(transfer) == [MissReason.DEADLINE] * len(SIZES)
+    wait_until(lambda: cache.stats().late_jobs > 0, "the executor keeps no deadline")
+    assert cache.stats().late_jobs == IO_THREADS_DEFAULT
+    used_bytes = tier_stats(cache, Tier.DRAM).used_bytes
+    assert used_bytes < (IO_THREADS_DEFAULT + 1) * NBYTES, "all slots are kept"
+    gate.open()
+    settle(cache)
+    assert cache.stats().late_jobs == 0
+    assert not any(map(any, into)), "a buffer is written to that was given back"

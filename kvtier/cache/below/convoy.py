@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvtier.cache.below.disk_source import DiskSource
-from kvtier.cache.below.fill import Arriving, Fill, Hold, Origin
+from kvtier.cache.below.fill import Arriving, Fill, Hold, Origin, UnwantedError
 from kvtier.cache.executor import Executor, Fault, outcome_boundary
 from kvtier.cache.sequence import Sequence
 from kvtier.codecs.opaque import Pieces, copy_out
@@ -167,17 +167,28 @@ class Convoy:
             self._all.set_result(None)
 
     def _ended(self, outcome: Fault | None) -> None:
-        """At the deadline, in the executor's loop: nobody waits for what has not come."""
+        """At the deadline, in the executor's loop: nobody waits for what has not come.
+
+        What no thread has begun is no fault of the directory's, and its slots are free at once.
+        """
         if outcome is None:
             return
         with self._lock:
-            late = [ride for ride in self._rides if not ride.over]
+            unbegun = list(self._waiting)
+            self._waiting.clear()
+            late = [ride for ride in self._rides if not ride.over and ride not in unbegun]
             for ride in late:
                 ride.late = True
                 ride.done(DeadlineError("no answer in time"))  # Before its late end.
-        for ride in late:
+            self._left -= len(unbegun)
+            all_over = bool(unbegun) and not self._left
+        for ride in unbegun:
+            ride.done(UnwantedError("its turn has not come in time"))
+        for ride in (*late, *unbegun):
             self._landed(ride.landing, self._fills[ride.landing])
         self._stirred()
+        if all_over:
+            self._all.set_result(None)
 
 
 class ConvoySource:
