@@ -110,7 +110,9 @@ def _urls(value: Any) -> tuple[str, ...]:
     for url in urls:
         scheme, separator, _ = url.partition("://")
         if not separator or split_scheme(scheme)[1] not in known:
-            raise ConfigError(f"allowed: URLs that start with one of {', '.join(known)}, and ://")
+            hint = nearest(split_scheme(scheme)[1], known) if separator else ""
+            allowed = f"URLs that start with one of {', '.join(known)}, and ://"
+            raise ConfigError(f"allowed: {allowed}{hint}")
     if not urls or len(set(urls)) < len(urls):
         raise ConfigError("allowed: URLs, each named once")
     return urls

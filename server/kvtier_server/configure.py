@@ -7,7 +7,7 @@ from typing import Final
 
 from kvtier.cache.below.encoder import named_encoder
 from kvtier.config import CacheConfig, DiskConfig, RemoteConfig, parse_size
-from kvtier.errors import ConfigError, MissingExtraError, RegistryError
+from kvtier.errors import ConfigError, MissingExtraError, RegistryError, nearest
 from kvtier.registry import connectors, split_scheme
 from kvtier_server.credentials import Door, Tokens, is_credential, read_tokens
 from kvtier_server.options import Options
@@ -86,7 +86,8 @@ def _check_remote(url: str) -> None:
     if not separator or split_scheme(scheme)[1] not in known:
         shown = scheme if separator else "(hidden)"
         allowed = f"URLs that start with one of {', '.join(known)}, and ://"
-        raise ConfigError(f"--remote = {shown!r}: allowed are {allowed}")
+        hint = nearest(split_scheme(scheme)[1], known) if separator else ""
+        raise ConfigError(f"--remote = {shown!r}: allowed are {allowed}{hint}")
 
 
 def _check_remote_codec(options: Options) -> None:

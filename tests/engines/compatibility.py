@@ -89,7 +89,7 @@ def page(results: dict[str, str], when: str) -> str:
         "What works in which engine, and the test that shows it. This page is written by",
         f"`{COMMAND}`, after `make test-engines`; last on {when}.",
         "*Passed*: inside the real engine, in that run. *In CI*: in the project's own suite, with",
-        "a double of the engine.",
+        "a double of the engine. *Not run*: that run left it out, and says nothing of it.",
     ]
     for plug in read_plugs():
         where = f"`{venvs.release(plug.peer)}` {plug.where}"

@@ -146,7 +146,7 @@ REFUSED = {
     ("--listen=127.0.0.1:0", "--dram=1MiB"): "--dram = 1048576: allowed is at least one slab",
     ("--listen=127.0.0.1:0", "--disk=/a", "--disk-bytes=1"): "--disk-bytes = 1: allowed is",
     ("--listen=127.0.0.1:0", "--disk=/a", "--disk=/a/b"): "--disk = ",
-    ("--listen=127.0.0.1:0", "--remote=reddis://x"): "--remote = 'reddis'",
+    ("--listen=127.0.0.1:0", "--remote=reddis://x"): "(did you mean 'redis'?)",
     ("--listen=127.0.0.1:0", "--remote=kvtier://x"): "--remote = 'kvtier'",
     ("--listen=127.0.0.1:0", "--token-file=/none"): "--token-file = '/none'",
     ("--listen=127.0.0.1:0", "--tls-cert=/none"): "--tls-cert, --tls-key",
