@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from pathlib import Path
 
 from kvtier.constants import DAEMON_TOKENS_MAX, WIRE_TOKEN_BYTES_MAX
 from kvtier.errors import ConfigError
+
+_log = logging.getLogger("kvtier.token_file")
 
 #: What such a file may hold: names of up to 64 bytes beside the tokens, and a little space.
 TOKEN_FILE_BYTES_MAX = DAEMON_TOKENS_MAX * (WIRE_TOKEN_BYTES_MAX + 128)
@@ -15,8 +19,11 @@ def token_lines(path: str) -> list[list[bytes]]:
     """Return the words of each line that holds some and is no comment.
 
     Raises ``OSError``, and ``ConfigError`` for a file that is too long; it shows nothing of it.
+    Warns of one that is not its owner's alone.
     """
     with Path(path).open("rb") as file:
+        if os.fstat(file.fileno()).st_mode & 0o077:
+            _log.warning("others than its owner may use token file %s: chmod 600 %s", path, path)
         data = file.read(TOKEN_FILE_BYTES_MAX + 1)
     if len(data) > TOKEN_FILE_BYTES_MAX:
         raise ConfigError(f"token file {path}: allowed are {TOKEN_FILE_BYTES_MAX} bytes")

@@ -74,6 +74,18 @@ def test_token_files(tmp_path: Path) -> None:
     assert "secret" not in repr(tokens)
 
 
+@pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o640, True), (0o604, True)])
+def test_a_token_file_that_others_may_read_is_warned_of(
+    tmp_path: Path, mode: int, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("hidden-token\n")
+    file.chmod(mode)
+    read_tokens(str(file))
+    assert (f"chmod 600 {file}" in caplog.text) is warned
+    assert "hidden-token" not in caplog.text
+
+
 @pytest.mark.parametrize(
     "text",
     [

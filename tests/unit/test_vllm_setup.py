@@ -22,6 +22,7 @@ from kvtier_adapters.vllm.setup import (
     open_worker_side,
     read_setup,
     register_pool_boundary,
+    tiers_text,
 )
 
 VERSION = "0.32.0"
@@ -206,6 +207,20 @@ def test_what_is_not_served_opens_nothing(caplog: pytest.LogCaptureFixture) -> N
     refused = setup(groups=2)
     assert open_scheduler_side(refused) is None
     assert "KVTier is switched off: a model with 2 KV cache groups" in caplog.text
+
+
+def test_the_log_says_which_tiers_there_are_and_no_secret(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "vllm.kvtier")
+    remote = "redis://:secret@localhost:1/"
+    ours = setup({"disk": "/nowhere/kv", "remote": remote, "codec": "int8"})
+    assert ours.config is not None
+    said = tiers_text(ours.config)
+    assert said == "dram 1 MiB (int8), disk 10 GiB in /nowhere/kv, redis:"
+    alone = setup()
+    side = open_scheduler_side(alone)
+    assert side is not None
+    close_scheduler_side(alone, side)
+    assert caplog.messages == ["KVTier keeps KV in dram 1 MiB (raw)"]
 
 
 def test_a_rank_that_sees_another_model_than_the_scheduler_says_so() -> None:

@@ -17,7 +17,7 @@ from kvtier.clock import SystemClock
 from kvtier.codecs.calibration_copies import CalibrationCopies
 from kvtier.codecs.known import KnownCodecs
 from kvtier.codecs.rope import rope_of_config
-from kvtier.config import CacheConfig
+from kvtier.config import CacheConfig, format_size
 from kvtier.constants import MIB
 from kvtier.errors import ConfigError
 from kvtier.interfaces import Clock
@@ -36,6 +36,8 @@ from kvtier_adapters.vllm.versions import check_version
 from kvtier_adapters.vllm.worker_side import WorkerSide
 
 _log = logging.getLogger("kvtier.vllm")
+#: Below vLLM's own, which shows what is no warning, too.
+_told = logging.getLogger("vllm.kvtier")
 
 #: What a config says of itself rather than of the model.
 _ASIDE: Final = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
@@ -116,6 +118,7 @@ def open_scheduler_side(setup: Setup) -> SchedulerSide | None:
         _log.warning("KVTier is switched off: %s", setup.geometry)
         return None
     cache = Cache(setup.config, clock=setup.clock)
+    _told.info("KVTier keeps KV in %s", tiers_text(setup.config))
     _CACHES[setup.engine_id] = cache
     cache.prepare(setup.namespace)
     beside = _WORKERS.pop(setup.engine_id, None)
@@ -125,6 +128,16 @@ def open_scheduler_side(setup: Setup) -> SchedulerSide | None:
     feed, duties = cache.events, setup.duties
     events = EventDesk(feed, duties.block_tokens) if feed is not None else None
     return SchedulerSide(cache, setup.namespace, duties, setup.clock, arena, events)
+
+
+def tiers_text(config: CacheConfig) -> str:
+    """Return the tiers in one line, without the URLs, which may hold secrets."""
+    said = [f"dram {format_size(config.dram_bytes)} ({config.codec})"] if config.dram_bytes else []
+    if config.disk is not None:
+        places = ", ".join(map(str, config.disk.paths))
+        said.append(f"disk {format_size(config.disk.capacity_bytes)} in {places}")
+    said += [f"{each.url.partition(':')[0]}:" for each in config.remotes]
+    return ", ".join(said)
 
 
 def close_scheduler_side(setup: Setup, side: SchedulerSide) -> None:
