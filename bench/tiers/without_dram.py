@@ -133,7 +133,8 @@ def main() -> None:
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         process_id, (_, url) = start_daemon(stack, folder)
-        writer = Host(url, layout, chunks * CHUNK, 0)
+        # More at once than a staging area takes.
+        writer = Host(url, layout, chunks * CHUNK, GIB // 2)
         writer.store(pools[0])
         writer.close()
         bare = {way: Host(url, layout, chunks * CHUNK, 0) for way in ("lent", "copied")}
