@@ -120,6 +120,8 @@ def turn(case: Case, byte_codec: str | None, mb_per_s: int) -> dict[str, float]:
         began = time.perf_counter()
         reader.load(case)
         load_s = time.perf_counter() - began
+        # What has arrived is counted after it was loaded.
+        wait_until(lambda: reader.remote_bytes()[1] >= written_bytes, "the count")
         _, read_bytes = reader.remote_bytes()
         reader.close()
     assert read_bytes == written_bytes, "not what was written"
