@@ -81,7 +81,8 @@ class Fetcher:
             return None
         convoy = convoys.get(disk.lane)
         if convoy is None:
-            convoy = Convoy(self._executor, disk.lane, self._landed, stirred)
+            lane, lock = disk.lane, context.lock
+            convoy = Convoy(self._executor, lane, lock, self._landed, stirred)
         landing = Landing(sequence, buffer, deadline, context.clock)
         source = convoy.source(disk, landing)
         fill = context.below.start(source, sequence, deadline, [])

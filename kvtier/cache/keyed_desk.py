@@ -188,7 +188,7 @@ class Desk:
         outcomes: list[Outcome] = []
         try:
             outcomes.extend(map(self._copy, orders))
-        except Exception:
+        except Exception:  # Those that were not copied get an outcome below.
             _log.exception("a payload could not be copied")
         outcomes += [MissReason.WORKER] * (len(orders) - len(outcomes))
         with self._lock:

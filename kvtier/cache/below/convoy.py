@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -101,10 +102,12 @@ class Convoy:
         self,
         executor: Executor,
         lane: int,
+        lock: AbstractContextManager[object],
         landed: Callable[[Landing, Fill], None],
         stirred: Callable[[], None],
     ) -> None:
-        """``lane`` is the directory's."""
+        """``lane`` is the directory's, ``lock`` the cache's."""
+        self._cache_lock = lock
         self._executor = executor
         self._lane = lane
         self._landed = landed
@@ -147,7 +150,8 @@ class Convoy:
     def _bring(self, ride: _Ride) -> None:
         fill, landing = self._fills[ride.landing], ride.landing
         if landing.outcome is not None:
-            fill.leave()  # Unless others follow it, it is not read.
+            with self._cache_lock:
+                fill.leave()  # Unless others follow it, it is not read.
         outcome = outcome_boundary(ride.work)
         with self._lock:
             ride.over = True
