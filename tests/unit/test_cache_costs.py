@@ -54,6 +54,8 @@ def test_nothing_is_known_at_first_so_a_load_shows_it(setup: CacheSetup) -> None
     assert reasons(choice) == [Reason.UNKNOWN]
     assert choice.end_token == len(TOKENS)
     engine.drive(begin(engine, match, choice))
+    # The last section is there before the transfer that brought it has ended.
+    settle(engine)
     stats = engine.cache.stats().costs
     assert stats.links[Tier.DISK].bytes_per_s > 0
     assert stats.moves_bytes_per_s["raw"] > 0
