@@ -44,6 +44,7 @@ from kvtier.errors import (
 )
 from kvtier.interfaces import Clock
 from kvtier.tiers.epoch_record import StoredEpochs, decode_epochs, encode_epochs
+from kvtier.tiers.health import Health
 
 #: No shard's key, all of which have 38 bytes.
 EPOCH_KEYS: Final = (b"kvtier-epochs-0", b"kvtier-epochs-1")
@@ -59,7 +60,8 @@ class RemoteEpochs:
     """Keeps one remote's epochs and ours the same. Used under the cache's lock.
 
     The rounds run in the channel's loop, one at a time, and take that lock. Until one has read
-    what the remote knows, after the start, a raise or a fault, its tier does not answer.
+    what the remote knows, after the start, a raise or a fault, its tier does not answer. One that
+    refuses to be read, as for a wrong token, is asked ever more rarely.
     ``raised`` is called under the lock when something was learned.
     """
 
@@ -83,6 +85,7 @@ class RemoteEpochs:
         self._queued: Future[Fault | None] | None = None
         self._latest: Future[Fault | None] | None = None
         self._next_s = -math.inf
+        self._access = Health()  # Whether it lets us read.
         self._doubts = 0  # A round counts that began to read after the latest of them.
         self._seen: tuple[Sequence[_Copy], int] | None = None
 
@@ -109,7 +112,8 @@ class RemoteEpochs:
             self._next_s = -math.inf
             return
         over = self._latest is None or self._latest.done()
-        if over and self._clock.now() >= self._next_s:
+        now = self._clock.now()
+        if over and now >= self._next_s and self._access.allows(now):
             self.begin()
 
     def begin(self) -> Future[Fault | None]:
@@ -139,11 +143,15 @@ class RemoteEpochs:
                 self._end(None)
 
     def _end(self, fault: Fault | None) -> None:
+        now, known = self._clock.now(), self._tier.epochs_known
         if fault is not None:
             self._tier.failed(fault)
-        self._tier.barred = str(fault) if isinstance(fault, ConnectorRefusedError) else ""
-        wait_s = EPOCHS_READ_S if self._tier.epochs_known else EPOCHS_RETRY_S
-        self._next_s = self._clock.now() + wait_s
+        if isinstance(fault, ConnectorRefusedError) and not known:
+            self._access.failure("refused", str(fault), now)  # No fault to its breaker.
+        else:
+            self._access.success()
+        self._tier.barred = self._access.detail
+        self._next_s = now + (EPOCHS_READ_S if known else EPOCHS_RETRY_S)
 
     async def _exchange(self) -> None:
         """Read, merge and write until both copies say what is known here."""

@@ -32,7 +32,7 @@ from kvtier.interfaces import AdmissionPolicy, Clock, Connector
 from kvtier.obs.counters import Counters
 from kvtier.obs.events import EventLog
 from kvtier.obs.stats import TierStats
-from kvtier.registry import admissions, policies
+from kvtier.registry import admissions, policies, shown_url
 from kvtier.tiers.dram import DramTier
 from kvtier.tiers.remote.channel import Channel
 from kvtier.tiers.remote.holdings import Holdings, PolicyFactory
@@ -65,7 +65,7 @@ class RemoteRoom:
         """
         self._counters = counters
         self._clock = clock
-        self._log = StateLog(", ".join(each.scheme for each in opened), "remote")
+        self._log = StateLog(", ".join(shown_url(each.config.url) for each in opened), "remote")
         remotes = [Remote(each.tier, each.channel) for each in opened]
         for number, each in enumerate(opened):
             if each.config.capacity_bytes:
@@ -246,11 +246,6 @@ class OpenedRemote(NamedTuple):
     encoder: ChunkEncoder | None
     tier: RemoteTier
     channel: Channel
-
-    @property
-    def scheme(self) -> str:
-        """What of its URL may be told: there may be a password in the rest."""
-        return self.config.url.partition("://")[0]
 
 
 def open_remotes(
