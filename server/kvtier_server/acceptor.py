@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvtier.constants import DAEMON_ACCEPTS_MAX, DAEMON_HANDSHAKES_MAX, WIRE_STALL_S_MAX
+from kvtier_server.refusals import handshake_fault, peer_name
 
 _BACKLOG: Final = 4096
 #: With no descriptor left there is nothing to do but to wait until somebody gives one back.
@@ -28,9 +29,13 @@ class Acceptor:
         listener: socket.socket,
         made: Callable[[], asyncio.BaseProtocol],
         tls: ssl.SSLContext | None,
+        refused: Callable[[str, str], None],
     ) -> None:
-        """Begin to listen. ``made`` is called for each connection once its handshake is done."""
-        self._listener, self._made, self._tls = listener, made, tls
+        """Begin to listen. ``made`` is called for each connection once its handshake is done.
+
+        ``refused`` is called with the host of whoever cannot shake hands, and why.
+        """
+        self._listener, self._made, self._tls, self._refused = listener, made, tls, refused
         self._loop = asyncio.get_running_loop()
         self._entering: set[asyncio.Task[None]] = set()
         self._again: asyncio.TimerHandle | None = None
@@ -80,7 +85,7 @@ class Acceptor:
                 self._stop()
                 return
             try:
-                connection, _ = self._listener.accept()
+                connection, address = self._listener.accept()
             except ConnectionError:  # It has gone away before its turn.
                 continue
             except BlockingIOError:
@@ -89,17 +94,21 @@ class Acceptor:
                 self._stop()
                 self._again = self._loop.call_later(_FULL_PAUSE_S, self._read)
                 return
-            task = self._loop.create_task(self._enter(connection))
+            task = self._loop.create_task(self._enter(connection, address))
             self._entering.add(task)
             task.add_done_callback(self._entered)
 
-    async def _enter(self, connection: socket.socket) -> None:
+    async def _enter(self, connection: socket.socket, address: object) -> None:
         seconds = WIRE_STALL_S_MAX if self._tls is not None else None
         # Whatever comes of it, the loop closes it: its descriptor is the transport's.
-        with contextlib.suppress(OSError):
+        try:
             await self._loop.connect_accepted_socket(
                 self._made, connection, ssl=self._tls, ssl_handshake_timeout=seconds
             )
+        except ssl.SSLError as error:
+            self._refused(peer_name(address, None), handshake_fault(error))
+        except OSError:
+            return  # It has gone away, as who only looks whether somebody listens.
 
     def _entered(self, task: asyncio.Task[None]) -> None:
         self._entering.discard(task)

@@ -19,7 +19,8 @@ class Counters:
 
     accepted: int = _count("Connections that were let in.")
     refused: int = _count(
-        "Connections that were not: too many, a wrong token, another version of the wire."
+        "Connections that were not: too many, a wrong token or certificate, another version of the"
+        " wire, no TLS where it is spoken."
     )
     malformed: int = _count("Connections on which something came that is no frame.")
     stalled: int = _count(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import ssl
 from collections.abc import Collection, Sequence
@@ -17,10 +18,13 @@ from kvtier_server.budget import Budget
 from kvtier_server.counters import Counters
 from kvtier_server.credentials import Door
 from kvtier_server.objects import Objects, namespace_of
+from kvtier_server.refusals import Refusals
 from kvtier_server.session import Session
 from kvtier_server.settings import Address
 from kvtier_server.shared import Sharing
 from kvtier_server.turns import Turns
+
+_log = logging.getLogger("kvtier.daemon")
 
 _LOOK_S: Final = 1.0
 #: Connections that are looked after before others have their turn.
@@ -51,6 +55,7 @@ class DataPlane:
         self._idle_s = idle_s
         self._objects: dict[str, Objects] = {}
         self._turns = Turns()
+        self._refusals = Refusals()
         self._sessions: set[Session] = set()
         self._acceptors: list[Acceptor] = []
         self._looking: asyncio.Task[None] | None = None
@@ -80,7 +85,9 @@ class DataPlane:
     def listen(self, bound: socket.socket, tls: ssl.SSLContext | None) -> str:
         """Listen on a bound socket; return the address as a client names it."""
         unix = bound.family == socket.AF_UNIX
-        made = Acceptor(bound, lambda: Session(self, unix=unix).link, None if unix else tls)
+        made = Acceptor(
+            bound, lambda: Session(self, unix=unix).link, None if unix else tls, self._refused
+        )
         self._acceptors.append(made)
         if unix:
             return f"kvtier+unix://{bound.getsockname()}"
@@ -140,10 +147,20 @@ class DataPlane:
         if self._draining:
             return "the server stops"
         if len(self._sessions) > self._connections_max:
-            self.counters.refused += 1
-            return f"{self._connections_max} connections are open, which is the limit"
+            why = f"{self._connections_max} connections are open, which is the limit"
+            self.turned_away(session, why)
+            return why
         self.counters.accepted += 1
         return ""
+
+    def turned_away(self, session: Session, why: str) -> None:
+        """See ``Plane``."""
+        self._refused(session.peer, why)
+
+    def _refused(self, peer: str, why: str) -> None:
+        self.counters.refused += 1
+        if line := self._refusals.line(peer, why, self.clock.now()):
+            _log.warning("%s", line)
 
     def left(self, session: Session) -> None:
         """See ``Plane``."""

@@ -47,6 +47,7 @@ from kvtier_server.budget import Budget
 from kvtier_server.counters import Counters
 from kvtier_server.credentials import certificate_name, peer_uid
 from kvtier_server.objects import Fault, Filling, Objects
+from kvtier_server.refusals import peer_name
 from kvtier_server.shared import Shared, Sharing
 
 _log = logging.getLogger("kvtier.daemon")
@@ -88,6 +89,10 @@ class Plane(Protocol):
         """Take note of a new session; return why it is not served, nothing if it is."""
         ...
 
+    def turned_away(self, session: Session, why: str) -> None:
+        """Take note that a session is not let in; ``why`` holds no secret."""
+        ...
+
     def left(self, session: Session) -> None:
         """Take note that a session is over."""
         ...
@@ -117,6 +122,12 @@ class Session:
     def objects(self) -> Objects | None:
         """What the client may use; None until it is welcomed."""
         return self._objects
+
+    @property
+    def peer(self) -> str:
+        """Who is at the other end, as an operator knows it."""
+        told = self.link.transport.get_extra_info
+        return peer_name(told("peername"), peer_uid(told("socket")) if self._unix else None)
 
     @property
     def idle(self) -> bool:
@@ -179,16 +190,14 @@ class Session:
         sharing = self._plane.sharing if self._unix else None
         newest = WIRE_VERSION_SOCKET if sharing is None else WIRE_VERSION
         if not hello.version_min <= newest or hello.version_max < WIRE_VERSION_SOCKET:
-            self._plane.counters.refused += 1
             asked = f"{hello.version_min} .. {hello.version_max}"
             spoken = f"{WIRE_VERSION_SOCKET} .. {newest}"
-            self._refuse(Status.REFUSED, f"versions {asked} of the wire; spoken here are {spoken}")
+            self._turn_away(f"versions {asked} of the wire; spoken here are {spoken}")
             return
         self._objects = self._plane.admit(hello.token, *self._peer())
         if self._objects is None:
-            self._plane.counters.refused += 1
             what = "the token is wrong" if hello.token else "a token is needed"
-            self._refuse(Status.REFUSED, f"not allowed: {what}")
+            self._turn_away(f"not allowed: {what}")
             return
         if sharing is not None and hello.version_max >= WIRE_VERSION:
             with contextlib.suppress(OSError):  # It is served by the socket.
@@ -196,6 +205,10 @@ class Session:
                 self._version = WIRE_VERSION
         self.link.accept(_ASKED)
         self.link.send_now(Welcome(self._version))
+
+    def _turn_away(self, why: str) -> None:
+        self._plane.turned_away(self, why)
+        self._refuse(Status.REFUSED, why)
 
     def _peer(self) -> tuple[int | None, str | None]:
         """Return the user at the other end, or the name that its certificate gives it."""

@@ -58,6 +58,11 @@ class _Guest(asyncio.Protocol):
         self._guests.remove(self._transport)
 
 
+def nobody(peer: str, why: str) -> None:
+    """Nobody's handshake fails."""
+    raise AssertionError(f"{peer}: {why}")
+
+
 def connected(stack: ExitStack, listener: socket.socket, count: int) -> list[socket.socket]:
     """Clients whose connections wait to be let in."""
     found = [stack.enter_context(socket.socket(listener.family)) for _ in range(count)]
@@ -74,7 +79,7 @@ def test_b55_who_connects_waits_for_few_turns_of_the_loop(
 
     async def turns_until_all_are_in() -> int:
         guests = Guests()
-        acceptor = Acceptor(listener, guests.made, None)
+        acceptor = Acceptor(listener, guests.made, None, nobody)
         connected(stack, listener, CLIENTS)
         turns = 0
         while len(guests) < CLIENTS:
@@ -94,7 +99,7 @@ async def test_b108_handshakes_are_bounded(stack: ExitStack) -> None:
     """Whoever does not speak TLS holds up no more than so many; the others wait in the system."""
     listener = stack.enter_context(socket.socket())
     listener.bind(("127.0.0.1", 0))
-    acceptor = Acceptor(listener, Guests().made, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+    acceptor = Acceptor(listener, Guests().made, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), nobody)
     silent = connected(stack, listener, DAEMON_HANDSHAKES_MAX + 10)
     await until(lambda: acceptor.entering == DAEMON_HANDSHAKES_MAX)
     await asyncio.sleep(0)
@@ -126,7 +131,7 @@ async def test_without_descriptors_it_goes_on_when_there_are_some(
     listener = stack.enter_context(_Full(socket.AF_UNIX))
     listener.bind(str(tmp_path / "socket"))
     guests = Guests()
-    acceptor = Acceptor(listener, guests.made, None)
+    acceptor = Acceptor(listener, guests.made, None, nobody)
     connected(stack, listener, 1)
     await until(lambda: len(guests) == 1)
     assert listener.times == 0
@@ -137,7 +142,7 @@ async def test_without_descriptors_it_goes_on_when_there_are_some(
 async def test_who_comes_after_the_end_is_refused(
     listener: socket.socket, stack: ExitStack
 ) -> None:
-    acceptor = Acceptor(listener, Guests().made, None)
+    acceptor = Acceptor(listener, Guests().made, None, nobody)
     acceptor.close()
     acceptor.close()
     with pytest.raises(ConnectionRefusedError):

@@ -34,6 +34,9 @@ ERRORS: Final[dict[type[BaseException], type[ConnectorError]]] = {
     OSError: ConnectorUnavailableError,
 }
 
+#: What OpenSSL calls an answer that is no TLS.
+_NO_TLS: Final = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"})
+
 
 def failure(status: Status, text: str) -> ConnectorError:
     """Return the outcome that a status is."""
@@ -44,8 +47,24 @@ def translated(error: Exception) -> ConnectorError:
     """Return the outcome that an error is, with the error as its cause."""
     for kind in type(error).__mro__:
         if kind in ERRORS:
-            outcome = ERRORS[kind](str(error) or kind.__name__)
+            text = str(error) or kind.__name__
+            if isinstance(error, ssl.SSLError) and error.reason in _NO_TLS:
+                text = f"the server speaks no TLS: connect to kvtier:// ({text})"
+            outcome = ERRORS[kind](text)
             # Its frames hold the caller's buffers.
             outcome.__cause__ = error.with_traceback(None)
             return outcome
     raise AssertionError(f"no outcome for {type(error).__name__}") from error
+
+
+def wordless(fault: ConnectorError, *, tls: bool, certified: bool) -> ConnectorError:
+    """Return the outcome of a connection that was closed before the server said anything.
+
+    A server of ours says why it sends somebody away, but not where TLS is in between.
+    """
+    if tls and certified:
+        return fault
+    likely = "it wants a certificate of ours: cert and key" if tls else "it speaks TLS: kvtiers://"
+    told = type(fault)(f"{fault} before it said a word; perhaps {likely}")
+    told.__cause__ = fault.__cause__
+    return told

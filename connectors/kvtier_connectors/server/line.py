@@ -31,7 +31,7 @@ from kvtier.wire_fields import WireError
 from kvtier.wire_link import Link
 from kvtier.wire_parser import Frame
 from kvtier.wire_shared import hung_up
-from kvtier_connectors.server.errors import failure, translated
+from kvtier_connectors.server.errors import failure, translated, wordless
 from kvtier_connectors.server.settings import Settings
 
 _NUMBERS: Final = 2**32
@@ -210,10 +210,13 @@ class Line:
 
     def closed(self, error: Exception | None) -> None:
         """See ``Owner``."""
+        fault: ConnectorError = ConnectorUnavailableError("the server has closed the connection")
         if isinstance(error, OSError):
-            self._lose(translated(error))
-        else:
-            self._lose(ConnectorUnavailableError("the server has closed the connection"))
+            fault = translated(error)
+        settings = self._settings
+        if not (settings.path or self._welcomed.done() or self._link.received_bytes):
+            fault = wordless(fault, tls=settings.tls is not None, certified=settings.certified)
+        self._lose(fault)
 
     def _take_welcome(self, message: Welcome) -> None:
         newest = WIRE_VERSION if self._settings.shared else WIRE_VERSION_SOCKET

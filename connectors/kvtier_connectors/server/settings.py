@@ -27,6 +27,8 @@ _OPTIONS: Final = {
 class Settings:
     """Everything that a URL says. With a ``path`` it is a Unix socket.
 
+    A client that is ``certified`` shows a certificate of its own.
+
     With ``shared``, payloads of ``shared_from`` bytes and more pass through memory that the server
     shares with us, where it does.
     """
@@ -36,6 +38,7 @@ class Settings:
     path: str = ""
     token: bytes = field(default=b"", repr=False)
     tls: ssl.SSLContext | None = None
+    certified: bool = False
     connections: int = 4
     timeout_s: float = 5.0
     connect_timeout_s: float = 2.0
@@ -62,6 +65,7 @@ def parse_url(url: str) -> Settings:
         path=path,
         token=_token(options.get("token_file"), options.get("token_name")),
         tls=_context(options) if parts.scheme == "kvtiers" else None,
+        certified="cert" in options,
         connections=int(count),
         timeout_s=_number("timeout_s", options.get("timeout_s", "5"), 0.001, 3600),
         connect_timeout_s=_number("connect_timeout_s", connect_s, 0.001, 3600),
