@@ -23,6 +23,12 @@ _BUFFER_BYTES: Final = 4096
 #: Where the bytes go that nobody wants; nobody reads them.
 _NOWHERE: Final = memoryview(bytearray(WIRE_HEADER_BYTES_MAX))
 _KINDS: Final = {int(kind): kind for kind in Kind}
+#: How others begin: a server of HTTP, and an alert and a hello of TLS.
+_KNOWN: Final = {
+    b"HTTP": ", as HTTP does: perhaps this is the address of --http",
+    b"\x15\x03": ", as TLS does: connect to kvtiers://",
+    b"\x16\x03": ", as TLS does: connect to kvtier://",
+}
 
 
 class Frame(NamedTuple):
@@ -157,13 +163,19 @@ class Parser:
             return
         beginning = bytes(self._buffer[self._start : self._start + min(have, len(WIRE_MAGIC))])
         if not WIRE_MAGIC.startswith(beginning):
-            raise WireError(f"not KVTier's wire: it begins with {beginning!r}")
+            raise WireError(_foreign(beginning))
+
+
+def _foreign(beginning: bytes) -> str:
+    """Return what is said of bytes that are none of this wire's, with what they likely are."""
+    likely = next((what for known, what in _KNOWN.items() if beginning.startswith(known)), "")
+    return f"not KVTier's wire: it begins with {beginning!r}{likely}"
 
 
 def _checked_prefix(prefix: tuple[Any, ...], accepts: Collection[Kind]) -> tuple[Kind, int, int]:
     magic, version, number, reserved, header_bytes, payload_bytes = prefix
     if magic != WIRE_MAGIC:
-        raise WireError(f"not KVTier's wire: it begins with {magic!r}")
+        raise WireError(_foreign(magic))
     if version > WIRE_VERSION:
         raise WireVersionError(f"version {version} of the wire; spoken here is {WIRE_VERSION}")
     if number not in accepts:
