@@ -101,6 +101,11 @@ QUARANTINE_FILES_MAX: Final = 16
 READ_FAILURES_MAX: Final = 3
 HEALTH_BACKOFF_S_MIN: Final = 0.5
 HEALTH_BACKOFF_S_MAX: Final = 30.0
+# A read that was given up sooner tells how patient its caller was, not how the medium does. Under
+# load a healthy disk takes some hundred milliseconds for a chunk, and more for a large one: with
+# four readers a hard disk or a link of 1 Gbit/s still gives each of them more than this a second.
+SLOW_S_MIN: Final = 1.0
+SLOW_BYTES_PER_S: Final = 16 * MIB
 GROUP_COMMIT_S: Final = 0.2
 # How long a cache that starts waits for the epochs: a sequence that begins before they are known
 # finds nothing of a namespace that was ever invalidated.
@@ -232,6 +237,10 @@ WIRE_STALL_S_MAX: Final = 10.0
 WIRE_SMALL_BYTES: Final = 64 * KIB
 # Slower than this a frame does not count as coming.
 WIRE_BYTES_PER_S_MIN: Final = 256 * KIB
+# Nor is one taken, which holds its object meanwhile: of 256 MiB that is 74 s at most. Who waits for
+# an answer for 5 s, the default, has given up long before; and all that is under way for all
+# connections goes within the first WIRE_STALL_S_MAX over a link of 1 Gbit/s.
+WIRE_SENT_BYTES_PER_S_MIN: Final = 4 * MIB
 
 # The cache server: connections and what may be under way, of one and of all.
 DAEMON_CONNECTIONS_MAX: Final = 256

@@ -104,6 +104,10 @@ class Executor:
         self._thread = threading.Thread(target=self._run_loop, name="kvtier-loop", daemon=True)
         self._closing = threading.Event()
 
+    def now(self) -> float:
+        """Return the instant of the clock by which deadlines are kept. Any thread."""
+        return self._clock.now()
+
     def start(self) -> None:
         """Begin to tick and to take work."""
         self._thread.start()

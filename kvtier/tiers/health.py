@@ -8,7 +8,21 @@ from __future__ import annotations
 
 import math
 
-from kvtier.constants import HEALTH_BACKOFF_S_MAX, HEALTH_BACKOFF_S_MIN
+from kvtier.constants import (
+    HEALTH_BACKOFF_S_MAX,
+    HEALTH_BACKOFF_S_MIN,
+    SLOW_BYTES_PER_S,
+    SLOW_S_MIN,
+)
+
+
+def is_slow(waited_s: float, nbytes: int) -> bool:
+    """Tell whether a read that has not ended after so long says anything against its medium.
+
+    What its caller allowed it is no measure: one that gives up after some milliseconds would have
+    the medium closed off for everybody.
+    """
+    return waited_s >= SLOW_S_MIN + nbytes / SLOW_BYTES_PER_S
 
 
 class Health:

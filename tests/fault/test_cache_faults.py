@@ -215,7 +215,7 @@ def test_a_slot_is_not_reused_while_a_read_may_write_to_it(setup: CacheSetup) ->
     others = [engine.sequence(range(start, start + CHUNK)) for start in range(100, 108)]
     for other in others:
         engine.store(other)
-    held = [other for other in others if engine.match(other).tokens]
+    held = [each for each in others if [hit.tier for hit in engine.match(each).hits] == [Tier.DRAM]]
     assert len(held) == 5, "three slots are not to be had"
     gate.open()
     wait_until(lambda: engine.cache.stats().late_jobs == 0, "late reads do not end")

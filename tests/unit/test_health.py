@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.constants import HEALTH_BACKOFF_S_MAX, HEALTH_BACKOFF_S_MIN
+from kvtier.constants import (
+    HEALTH_BACKOFF_S_MAX,
+    HEALTH_BACKOFF_S_MIN,
+    SLOW_BYTES_PER_S,
+    SLOW_S_MIN,
+)
 from kvtier.testing.clock import FakeClock
-from kvtier.tiers.health import Health
+from kvtier.tiers.health import Health, is_slow
 
 
 @pytest.fixture
@@ -78,3 +83,20 @@ def test_failures_that_were_under_way_together_count_once(clock: FakeClock) -> N
     health.failure("slow", "", clock.now())
     health.failure("slow", "", clock.now())
     assert wait_s(health, clock) == 2 * HEALTH_BACKOFF_S_MIN
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "nbytes", "slow"),
+    [
+        (0.005, 0, False),
+        (SLOW_S_MIN - 0.001, 1, False),
+        (SLOW_S_MIN, 0, True),
+        (SLOW_S_MIN, SLOW_BYTES_PER_S, False),
+        (SLOW_S_MIN + 1.0, SLOW_BYTES_PER_S, True),
+        (SLOW_S_MIN + 1.0, 2 * SLOW_BYTES_PER_S, False),
+    ],
+)
+def test_only_a_wait_that_is_long_for_its_bytes_tells_of_a_medium(
+    waited_s: float, nbytes: int, slow: bool
+) -> None:
+    assert is_slow(waited_s, nbytes) is slow

@@ -13,6 +13,7 @@ from kvtier.errors import DeadlineError, MissingExtraError, RegistryError, Shard
 from kvtier.tiers.disk.shard_files import DirectoryLostError
 from kvtier.tiers.disk.tier import DiskRecord, DiskTier
 from kvtier.tiers.disk.volume import DiskPlace
+from kvtier.tiers.health import is_slow
 from kvtier.tiers.index import Lease
 from kvtier.types import MissReason, ShardId, Tier
 
@@ -26,6 +27,8 @@ class DiskSource:
         self._executor = executor
         self._volume = disk.volume_of(record)
         self._failed: ShardId | None = None
+        self._begun: float | None = None  # When a thread took it up.
+        self._blamed = False
 
     @cached_property
     def origin(self) -> Origin:
@@ -76,6 +79,7 @@ class DiskSource:
         places = {shard: self._record.places[shard] for shard in arriving.slots}
 
         def read_shards() -> None:
+            self._begun = self._executor.now()
             for shard, place in places.items():
                 path = place.path
                 if not arriving.wanted():
@@ -105,7 +109,7 @@ class DiskSource:
             return None
         if isinstance(outcome, DeadlineError):
             volume.late_count += 1
-            volume.read_failed(outcome)
+            self._blame()
             return MissReason.DEADLINE
         if isinstance(outcome, ShardError):
             volume.read_succeeded()
@@ -125,5 +129,14 @@ class DiskSource:
         return MissReason.IO_ERROR
 
     def end_late(self) -> None:
-        """One overdue read less."""
+        """One overdue read less; how long it took is known now."""
         self._volume.late_count -= 1
+        self._blame()
+
+    def _blame(self) -> None:
+        """Have an overdue read count against the directory, once, if that was slow with it."""
+        if self._begun is None or self._blamed:
+            return
+        if is_slow(self._executor.now() - self._begun, self._record.entry.nbytes):
+            self._blamed = True
+            self._volume.read_failed(DeadlineError("no answer in time"))

@@ -22,6 +22,7 @@ from kvtier.codecs.opaque import opaque_codec
 from kvtier.constants import REMOTE_STEPS_AHEAD
 from kvtier.errors import (
     ConnectorDataError,
+    ConnectorTimeoutError,
     DeadlineError,
     FormatError,
     KVTierError,
@@ -32,6 +33,7 @@ from kvtier.errors import (
 from kvtier.keys import shard_key
 from kvtier.tiers.arrival import Step
 from kvtier.tiers.decoding import ByteCodecs
+from kvtier.tiers.health import is_slow
 from kvtier.tiers.remote.channel import Channel
 from kvtier.tiers.remote.incoming import Incoming, OtherCodecError, Part
 from kvtier.tiers.remote.tier import RemoteTier
@@ -66,6 +68,9 @@ class RemoteSource:
         self._origin = origin._replace(lendable=remote.channel.lends and remote.tier.lends)
         self._executor = executor
         self._fetched: _Fetch | Borrowing | None = None
+        self._begun = self._deadline = 0.0
+        self._nbytes = 0
+        self._blamed = False
 
     @property
     def origin(self) -> Origin:
@@ -96,6 +101,8 @@ class RemoteSource:
         else:
             fetch = Borrowing(self._channel, arriving, deadline)
         self._fetched = fetch
+        self._begun, self._deadline = self._executor.now(), deadline
+        self._nbytes = sum(each.geometry.shard_bytes for each in arriving.expected.values())
         self._executor.watch(self._channel.submit(fetch.run()), done, deadline=deadline, late=late)
 
     def settle(self, outcome: Fault | None) -> MissReason | None:
@@ -131,15 +138,32 @@ class RemoteSource:
             tier.spoil(origin.key)
             tier.failed(outcome)
             return MissReason.CORRUPT
-        tier.failed(outcome)
         if isinstance(outcome, DeadlineError):
             tier.late_count += 1
+            self._blame(outcome)
             return MissReason.DEADLINE
+        # The caller's time may have been over before a call was begun.
+        late = isinstance(outcome, ConnectorTimeoutError)
+        if late and self._executor.now() >= self._deadline:
+            self._blame(outcome)
+            return MissReason.DEADLINE
+        tier.failed(outcome)
         return MissReason.IO_ERROR
 
     def end_late(self) -> None:
-        """One overdue read less."""
+        """One overdue read less; how long it took is known now."""
         self._tier.late_count -= 1
+        self._blame(DeadlineError("no answer in time"))
+
+    def _blame(self, fault: Fault) -> None:
+        """Have an overdue read count against the remote, once, if that was slow with it.
+
+        Each call that lasts for longer than the remote's own deadline counts besides.
+        """
+        waited_s = self._executor.now() - self._begun
+        if not self._blamed and is_slow(waited_s, self._nbytes):
+            self._blamed = True
+            self._tier.failed(fault)
 
     def _learn(self, codec: str) -> None:
         """Take in what others of the namespace may be packed with; a payload says its own."""
