@@ -28,7 +28,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from operator import attrgetter
+from operator import attrgetter, call
 from typing import Any, ClassVar, Final, cast
 
 import msgpack  # type: ignore[import-untyped]
@@ -58,7 +58,12 @@ WIRE_VERSION: Final = 2
 WIRE_VERSION_SOCKET: Final = 1
 PREFIX: Final = struct.Struct("<4sBBHIQ")
 PREFIX_BYTES: Final = PREFIX.size
+# Looked up once: each takes as long as what it does.
+_pack_prefix: Final = PREFIX.pack
+_pack: Final = msgpack.Packer().pack
+_unpack: Final = msgpack.unpackb
 _UINT32_MAX: Final = 2**32 - 1
+_BINARY_BYTES_MAX: Final = max(WIRE_TOKEN_BYTES_MAX, WIRE_KEY_BYTES_MAX)
 
 
 class Kind(IntEnum):
@@ -117,7 +122,10 @@ class Status(IntEnum):
     CORRUPT = 5
 
 
-@dataclass(frozen=True, slots=True)
+# Nobody changes a message. They are not frozen, because that takes four times as long to make.
+
+
+@dataclass(slots=True)
 class Hello:
     """A client's first frame: the versions that it speaks, and its token, empty for none."""
 
@@ -130,7 +138,7 @@ class Hello:
         return f"Hello({self.version_min}, {self.version_max}, token hidden)"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Welcome:
     """The server's answer: the version to speak from now on."""
 
@@ -138,7 +146,7 @@ class Welcome:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Refused:
     """Why the server ends the connection; its last frame. ``status`` says how it counts."""
 
@@ -147,7 +155,7 @@ class Refused:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Contains:
     """Which of these keys have an object?"""
 
@@ -156,7 +164,7 @@ class Contains:
     keys: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Found:
     """The answer to ``Contains``, one for each key in its order."""
 
@@ -165,7 +173,7 @@ class Found:
     found: tuple[bool, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Read:
     """Give me bytes ``offset .. offset + nbytes`` of an object."""
 
@@ -176,7 +184,7 @@ class Read:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Data:
     """The answer to ``Read``. Its payload is what there is of the range; none unless ``OK``."""
 
@@ -186,7 +194,7 @@ class Data:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Write:
     """Keep the payload as the whole object of this key, in place of what is there."""
 
@@ -195,7 +203,7 @@ class Write:
     key: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delete:
     """Forget the objects of these keys."""
 
@@ -204,7 +212,7 @@ class Delete:
     keys: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Done:
     """The answer to ``Write`` and ``Delete``."""
 
@@ -221,7 +229,7 @@ class Area(IntEnum):
     STAGING = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Map:
     """Hand me a file: that of my objects, to read; or a new one of my own, to write."""
 
@@ -230,7 +238,7 @@ class Map:
     area: Area
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Mapped:
     """The answer to ``Map``. If ``OK``, the file's descriptor comes with the frame's first byte.
 
@@ -245,7 +253,7 @@ class Mapped:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Lease:
     """Hold the object of this key where it is, for me to read there; until its ``Release``."""
 
@@ -254,7 +262,7 @@ class Lease:
     key: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Leased:
     """The answer to ``Lease``: where the object lies; it stays so while the connection does."""
 
@@ -267,7 +275,7 @@ class Leased:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Release:
     """End leases, by the numbers of their requests. There is no answer."""
 
@@ -275,7 +283,7 @@ class Release:
     requests: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Take:
     """Keep a part of my staging area as the whole object of this key: as ``Write``."""
 
@@ -297,12 +305,12 @@ def encode(message: Message, payload_bytes: int = 0) -> bytes:
 
     The caller keeps to the limits; one that is passed is an ``AssertionError``.
     """
-    header: bytes = msgpack.packb(_VALUES[message.kind](message))
+    kind = message.kind
+    header: bytes = _pack(_VALUES[kind](message))
     assert len(header) <= WIRE_HEADER_BYTES_MAX, "a header that nobody takes"
     assert payload_bytes <= WIRE_PAYLOAD_BYTES_MAX, "a payload that nobody takes"
-    assert not payload_bytes or message.kind in WITH_PAYLOAD, "a payload where none belongs"
-    version = version_of(message.kind)
-    prefix = PREFIX.pack(WIRE_MAGIC, version, message.kind, 0, len(header), payload_bytes)
+    assert not payload_bytes or kind in WITH_PAYLOAD, "a payload where none belongs"
+    prefix = _pack_prefix(WIRE_MAGIC, _VERSIONS[kind], kind, 0, len(header), payload_bytes)
     return prefix + header
 
 
@@ -310,10 +318,10 @@ def decode(kind: Kind, header: bytes | memoryview) -> Message:
     """Return the message of a header. Raises ``WireError``."""
     message, checks = _FIELDS[kind]
     try:
-        values = msgpack.unpackb(
+        values = _unpack(
             header,
             max_str_len=WIRE_TEXT_BYTES_MAX,
-            max_bin_len=max(WIRE_TOKEN_BYTES_MAX, WIRE_KEY_BYTES_MAX),
+            max_bin_len=_BINARY_BYTES_MAX,
             # A list is made as long as it says before it is filled, and lists may hold lists.
             max_array_len=WIRE_KEYS_MAX if kind in _WITH_ROW else len(checks),
             max_map_len=0,
@@ -324,7 +332,7 @@ def decode(kind: Kind, header: bytes | memoryview) -> Message:
         raise WireError(f"a {kind.name} header that is no msgpack: {error}") from error
     if not isinstance(values, list) or len(values) != len(checks):
         raise WireError(f"a {kind.name} header that is no list of {len(checks)}")
-    return message(*[check(value) for check, value in zip(checks, values, strict=True)])
+    return message(*map(call, checks, values))
 
 
 def _status(value: Any) -> Status:

@@ -13,6 +13,7 @@ from typing import Final, Protocol, cast
 from kvtier.constants import (
     WIRE_BYTES_PER_S_MIN,
     WIRE_PIECE_BYTES,
+    WIRE_SENT_BYTES_PER_S_MIN,
     WIRE_SMALL_BYTES,
     WIRE_STALL_S_MAX,
 )
@@ -78,8 +79,12 @@ class Link(asyncio.BufferedProtocol):
         self._stopped = False
         self._writes_ours = False
         self._taking = False
+        self._gathered: list[bytes] = []  # Small frames, while arrivals are handed over.
+        self._gathered_bytes = 0
         self._frame_since_s: float | None = None
         self._frame_s = WIRE_STALL_S_MAX
+        self._payload_since_s: float | None = None  # That which is being sent.
+        self._payload_gone_bytes = 0
         self.received_s = time.monotonic()
         self.received_bytes = 0
         self.sent_bytes = 0
@@ -100,14 +105,21 @@ class Link(asyncio.BufferedProtocol):
     @property
     def clear(self) -> bool:
         """True while a small frame would have to wait for nothing."""
-        if self.gone or self._sending.locked():
+        transport = self._transport
+        if transport is None or transport.is_closing() or self._sending.locked():
             return False
-        return self.transport.get_write_buffer_size() < WIRE_SMALL_BYTES
+        return transport.get_write_buffer_size() + self._gathered_bytes < WIRE_SMALL_BYTES
 
     def stalled(self, now_s: float) -> bool:
         """Tell whether a frame has been coming for longer than an honest peer needs."""
         waits_for_peer = self._frame_since_s is not None and not self._pauses
         return waits_for_peer and now_s - (self._frame_since_s or 0.0) > self._frame_s
+
+    def takes_little(self, now_s: float) -> bool:
+        """Tell whether the payload that is sent goes more slowly than an honest peer reads."""
+        since_s = self._payload_since_s
+        allowed_s = WIRE_STALL_S_MAX + self._payload_gone_bytes / WIRE_SENT_BYTES_PER_S_MIN
+        return since_s is not None and now_s - since_s > allowed_s
 
     def accept(self, kinds: Collection[Kind]) -> None:
         """Take frames of these kinds from the next one on."""
@@ -156,9 +168,8 @@ class Link(asyncio.BufferedProtocol):
             whole = False
             try:
                 await self._write(head, urgent=not nbytes)
-                for start in range(0, nbytes, WIRE_PIECE_BYTES):
-                    assert payload is not None
-                    await self._write(payload[start : start + WIRE_PIECE_BYTES])
+                if payload is not None:
+                    await self._write_pieces(payload)
                 whole = True
             finally:
                 if not whole:
@@ -174,13 +185,26 @@ class Link(asyncio.BufferedProtocol):
         nbytes = 0 if payload is None else len(payload)
         if nbytes > WIRE_SMALL_BYTES or not self.clear:
             return False
-        *first, last = messages
-        frames: list[bytes | memoryview] = [*map(encode, first), encode(last, nbytes)]
-        if payload is not None:
-            frames.append(payload)
-        self.transport.write(b"".join(frames))
-        self.sent_bytes += nbytes
+        self.put(*messages, payload=payload)
         return True
+
+    def put(self, *messages: Message, payload: memoryview | None = None) -> None:
+        """Send small frames while the connection is ``clear``. The payload is the last one's.
+
+        Answers to what has arrived in one go leave in one go, once all of it is handed over.
+        """
+        if payload is None:
+            frames = [encode(message) for message in messages]
+        else:
+            *first, last = messages
+            frames = [*map(encode, first), encode(last, len(payload)) + payload]
+            self.sent_bytes += len(payload)
+        data = frames[0] if len(frames) == 1 else b"".join(frames)
+        if self._taking:
+            self._gathered.append(data)
+            self._gathered_bytes += len(data)
+        else:
+            self.transport.write(data)
 
     async def send_with(self, message: Message, descriptor: int) -> None:
         """Send a frame without a payload, and a descriptor with its first byte. Unix sockets only.
@@ -199,24 +223,26 @@ class Link(asyncio.BufferedProtocol):
 
     def duplicate(self) -> socket.socket:
         """Return a socket of the caller's own for this connection. Raises ``ConnectionError``."""
-        if self.gone:
-            raise ConnectionError("the connection is closed")
+        self._check_open()
         return socket.socket(fileno=os.dup(self.transport.get_extra_info("socket").fileno()))
 
     def send_now(self, message: Message) -> None:
         """Send a frame without a payload, before the connection is closed or used by others."""
+        self._write_gathered()
         if not self.gone:
             self.transport.write(encode(message))
 
     def close(self) -> None:
         """Close once everything that was sent is gone."""
         self._stopped = True
+        self._write_gathered()
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
         """Close at once; the owner's memory is not touched any more."""
         self._stopped = True
+        self._gathered.clear()
         self._parser.discard()
         if self._transport is not None:
             self._hang_up()
@@ -234,19 +260,32 @@ class Link(asyncio.BufferedProtocol):
                     twin.detach()  # The descriptor is the transport's.
 
     async def _write(self, data: bytes | memoryview, *, urgent: bool = False) -> None:
-        if self.gone:
-            raise ConnectionError("the connection is closed")
+        self._check_open()
         self.transport.write(data)
         if urgent and self.transport.get_write_buffer_size() < WIRE_SMALL_BYTES:
             return
         await self._flush()
 
+    async def _write_pieces(self, payload: memoryview) -> None:
+        """Write a payload, and note how much of it has gone."""
+        self._payload_since_s, self._payload_gone_bytes = time.monotonic(), 0
+        try:
+            for start in range(0, len(payload), WIRE_PIECE_BYTES):
+                piece = payload[start : start + WIRE_PIECE_BYTES]
+                await self._write(piece)
+                self._payload_gone_bytes += len(piece)
+        finally:
+            self._payload_since_s = None
+
     async def _flush(self) -> None:
         if not self._flushed.is_set():
             async with asyncio.timeout(WIRE_STALL_S_MAX):
                 await self._flushed.wait()
-            if self.gone:
-                raise ConnectionError("the connection was closed")
+            self._check_open()
+
+    def _check_open(self) -> None:
+        if self.gone:
+            raise ConnectionError("the connection is closed")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See ``asyncio.BaseProtocol``."""
@@ -287,8 +326,6 @@ class Link(asyncio.BufferedProtocol):
         """See ``asyncio.BufferedProtocol``."""
         self.received_s = time.monotonic()
         self.received_bytes += nbytes
-        if self._frame_since_s is None:
-            self._frame_since_s, self._frame_s = self.received_s, WIRE_STALL_S_MAX
         self._parser.received(nbytes)
         self._take()
 
@@ -303,13 +340,18 @@ class Link(asyncio.BufferedProtocol):
         self._taking = True
         self.taken = 0
         try:
-            while self._may_take() and self._take_one():
+            while not (self._pauses or self._unplaced or self._stopped) and self._take_one():
                 self.taken += 1
         finally:
             self._taking = False
+            self._write_gathered()
 
-    def _may_take(self) -> bool:
-        return not (self._pauses or self._unplaced or self._stopped)
+    def _write_gathered(self) -> None:
+        gathered = self._gathered
+        if gathered:
+            self._gathered, self._gathered_bytes = [], 0
+            if not self.gone:
+                self.transport.write(gathered[0] if len(gathered) == 1 else b"".join(gathered))
 
     def _take_one(self) -> bool:
         """Hand over a frame or the end of a payload; False: more has to arrive."""
@@ -317,7 +359,7 @@ class Link(asyncio.BufferedProtocol):
             if self._parser.payload_left:
                 return False
             self._payload = False
-            self._frame_ended()
+            self._frame_since_s = None
             self._owner.payload_arrived()
             return True
         try:
@@ -327,17 +369,21 @@ class Link(asyncio.BufferedProtocol):
             self._owner.broken(error)
             return False
         if frame is None:
-            if not self._parser.busy:
-                self._frame_since_s = None
+            self._note_rest()
             return False
-        if not frame.payload_bytes:
-            self._frame_ended()
-        self._unplaced = bool(frame.payload_bytes)
+        if frame.payload_bytes:
+            self._unplaced = True
+            self._frame_since_s = self._frame_since_s or time.monotonic()
+        else:
+            self._frame_since_s = None
         self._owner.arrived(frame)
         if self._unplaced:
             self.pause()
         return True
 
-    def _frame_ended(self) -> None:
-        self._frame_since_s = self.received_s if self._parser.busy else None
-        self._frame_s = WIRE_STALL_S_MAX
+    def _note_rest(self) -> None:
+        """Note since when a frame is coming, if the beginning of one has arrived."""
+        if not self._parser.busy:
+            self._frame_since_s = None
+        elif self._frame_since_s is None:
+            self._frame_since_s, self._frame_s = time.monotonic(), WIRE_STALL_S_MAX

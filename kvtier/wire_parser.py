@@ -22,7 +22,14 @@ from kvtier.wire_fields import WireError, WireVersionError
 _BUFFER_BYTES: Final = 4096
 #: Where the bytes go that nobody wants; nobody reads them.
 _NOWHERE: Final = memoryview(bytearray(WIRE_HEADER_BYTES_MAX))
-_KINDS: Final = {int(kind): kind for kind in Kind}
+#: What the prefix of each kind says: the kind itself, its version, the most bytes of payload.
+_KINDS: Final = {
+    int(kind): (kind, version_of(kind), WIRE_PAYLOAD_BYTES_MAX if kind in WITH_PAYLOAD else 0)
+    for kind in Kind
+}
+#: No prefix is right for it, whatever it says.
+_NO_KIND: Final = (Kind.HELLO, -1, 0)
+_unpack_prefix: Final = PREFIX.unpack_from
 #: How others begin: a server of HTTP, and an alert and a hello of TLS.
 _KNOWN: Final = {
     b"HTTP": ", as HTTP does: perhaps this is the address of --http",
@@ -96,10 +103,21 @@ class Parser:
         self._target = None
         have = self._end - self._start
         if have < PREFIX_BYTES:
-            self._check_beginning(have)
+            if have:
+                self._check_beginning(have)
             return None
-        prefix = PREFIX.unpack_from(self._buffer, self._start)
-        kind, header_bytes, payload_bytes = _checked_prefix(prefix, self._accepts)
+        prefix = _unpack_prefix(self._buffer, self._start)
+        magic, version, number, reserved, header_bytes, payload_bytes = prefix
+        kind, version_right, payload_bytes_max = _KINDS.get(number, _NO_KIND)
+        if (
+            magic != WIRE_MAGIC
+            or number not in self._accepts
+            or version != version_right
+            or reserved
+            or header_bytes > WIRE_HEADER_BYTES_MAX
+            or payload_bytes > payload_bytes_max
+        ):
+            raise _fault(prefix, self._accepts)
         if have < PREFIX_BYTES + header_bytes:
             self._make_room(PREFIX_BYTES + header_bytes)
             return None
@@ -108,7 +126,8 @@ class Parser:
         self._start = start + header_bytes
         self._left = payload_bytes
         self._placed = not payload_bytes
-        self._reuse()
+        if self._start == self._end:
+            self._reuse()
         return Frame(message, payload_bytes)
 
     @property
@@ -131,18 +150,18 @@ class Parser:
         self._start += here
         self._filled = here
         self._left -= here
-        self._reuse()
+        if self._start == self._end:
+            self._reuse()
 
     def discard(self) -> None:
         """Write no more to the target: the rest of the payload goes nowhere."""
         self._target = None
 
     def _reuse(self) -> None:
-        """Begin at the start again once everything was taken, and need no more than usual."""
-        if self._start == self._end:
-            self._start = self._end = 0
-            if len(self._buffer) > _BUFFER_BYTES:
-                self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        """Begin at the start again, as everything was taken, and need no more than usual."""
+        self._start = self._end = 0
+        if len(self._buffer) > _BUFFER_BYTES:
+            self._buffer = memoryview(bytearray(_BUFFER_BYTES))
 
     def _make_room(self, nbytes: int) -> None:
         """Have room for a frame of so many bytes, of which some are there."""
@@ -159,8 +178,6 @@ class Parser:
 
     def _check_beginning(self, have: int) -> None:
         """Tell what is no frame by its first bytes, so that nobody waits for more of it."""
-        if not have:
-            return
         beginning = bytes(self._buffer[self._start : self._start + min(have, len(WIRE_MAGIC))])
         if not WIRE_MAGIC.startswith(beginning):
             raise WireError(_foreign(beginning))
@@ -172,20 +189,20 @@ def _foreign(beginning: bytes) -> str:
     return f"not KVTier's wire: it begins with {beginning!r}{likely}"
 
 
-def _checked_prefix(prefix: tuple[Any, ...], accepts: Collection[Kind]) -> tuple[Kind, int, int]:
+def _fault(prefix: tuple[Any, ...], accepts: Collection[Kind]) -> WireError:
+    """Return what is wrong with a prefix in which something is."""
     magic, version, number, reserved, header_bytes, payload_bytes = prefix
     if magic != WIRE_MAGIC:
-        raise WireError(_foreign(magic))
+        return WireError(_foreign(magic))
     if version > WIRE_VERSION:
-        raise WireVersionError(f"version {version} of the wire; spoken here is {WIRE_VERSION}")
+        return WireVersionError(f"version {version} of the wire; spoken here is {WIRE_VERSION}")
     if number not in accepts:
-        raise WireError(f"a frame of kind {number}, which may not come from this side")
-    kind = _KINDS[number]
-    if version != version_of(kind) or reserved:
-        raise WireError(f"a {kind.name} frame of version {version} with {reserved} reserved")
+        return WireError(f"a frame of kind {number}, which may not come from this side")
+    kind, version_right, payload_bytes_max = _KINDS[number]
+    if version != version_right or reserved:
+        return WireError(f"a {kind.name} frame of version {version} with {reserved} reserved")
     if header_bytes > WIRE_HEADER_BYTES_MAX:
-        raise WireError(f"a header of {header_bytes} bytes; allowed are {WIRE_HEADER_BYTES_MAX}")
-    most = WIRE_PAYLOAD_BYTES_MAX if kind in WITH_PAYLOAD else 0
-    if payload_bytes > most:
-        raise WireError(f"a {kind.name} payload of {payload_bytes} bytes; allowed are {most}")
-    return kind, header_bytes, payload_bytes
+        return WireError(f"a header of {header_bytes} bytes; allowed are {WIRE_HEADER_BYTES_MAX}")
+    return WireError(
+        f"a {kind.name} payload of {payload_bytes} bytes; allowed are {payload_bytes_max}"
+    )

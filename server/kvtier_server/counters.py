@@ -24,7 +24,8 @@ class Counters:
     )
     malformed: int = _count("Connections on which something came that is no frame.")
     stalled: int = _count(
-        "Connections that were cut off: they said nothing, or held a frame or a lease for too long."
+        "Connections that were cut off: they said nothing, held a frame or a lease for too long, or"
+        " took an answer too slowly."
     )
     lookups: int = _count("Keys that were asked about; these count as neither reads nor misses.")
     reads: int = _count("Reads and leases that were answered with an object.")

@@ -55,7 +55,7 @@ class DataPlane:
         self._idle_s = idle_s
         self._objects: dict[str, Objects] = {}
         self._turns = Turns()
-        self._refusals = Refusals()
+        self._refusals, self._cuts = Refusals("refused"), Refusals("cut off")
         self._sessions: set[Session] = set()
         self._acceptors: list[Acceptor] = []
         self._looking: asyncio.Task[None] | None = None
@@ -162,6 +162,13 @@ class DataPlane:
         if line := self._refusals.line(peer, why, self.clock.now()):
             _log.warning("%s", line)
 
+    def cut(self, session: Session, why: str) -> None:
+        """See ``Plane``."""
+        self.counters.stalled += 1
+        if line := self._cuts.line(session.peer, why, self.clock.now()):
+            _log.warning("%s", line)
+        session.link.abort()
+
     def left(self, session: Session) -> None:
         """See ``Plane``."""
         self.budget.forget(session)
@@ -180,7 +187,7 @@ class DataPlane:
     def look(self) -> None:
         """End connections that stall in a frame, never say who they are, or want nothing.
 
-        And those that hold a lease for too long.
+        And those that hold a lease, or an object that they are sent, for too long.
         """
         self._look_at(list(self._sessions))
 
@@ -191,9 +198,13 @@ class DataPlane:
             silent_s = now_s - link.received_s
             # Nor is it waited for long that one who is sent away reads why.
             outside = link.gone or not session.welcomed
-            silent = outside and silent_s > WIRE_STALL_S_MAX
-            if silent or link.stalled(now_s) or session.overdue(now_s):
-                self.counters.stalled += 1
-                link.abort()
+            if outside and silent_s > WIRE_STALL_S_MAX:
+                self.cut(session, "it does not say who it is, or does not hang up")
+            elif link.stalled(now_s):
+                self.cut(session, "a frame of it does not come to its end")
+            elif session.overdue(now_s):
+                self.cut(session, "it holds a lease for too long")
+            elif link.takes_little(now_s):
+                self.cut(session, "it takes an answer too slowly")
             elif session.idle and silent_s > self._idle_s:
                 session.refuse("nothing was asked for a long time")

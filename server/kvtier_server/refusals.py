@@ -24,7 +24,9 @@ _HANDSHAKES: Final = {
 class Refusals:
     """Decides what is logged of refused peers. Belongs to the event loop; holds few of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str) -> None:
+        """``what`` is what became of them."""
+        self._what = what
         self._told: set[str] = set()
         self._since_s = -math.inf
         self._untold = 0
@@ -40,9 +42,9 @@ class Refusals:
             self._untold += 1
             return None
         self._told.add(peer)
-        more = f" ({self._untold} more refusals since the last line)" if self._untold else ""
+        more = f" ({self._untold} more since the last line)" if self._untold else ""
         self._untold = 0
-        return f"{peer} is refused: {why}{more}"
+        return f"{peer} is {self._what}: {why}{more}"
 
 
 def peer_name(address: object, uid: int | None) -> str:

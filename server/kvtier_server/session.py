@@ -55,7 +55,6 @@ _log = logging.getLogger("kvtier.daemon")
 #: What strangers may say is little, and costs little.
 _SAID_FIRST: Final = frozenset({Kind.HELLO})
 _ASKED: Final = FROM_CLIENT - _SAID_FIRST
-_GONE: Final = (ConnectionError, TimeoutError)
 
 
 class Plane(Protocol):
@@ -91,6 +90,10 @@ class Plane(Protocol):
 
     def turned_away(self, session: Session, why: str) -> None:
         """Take note that a session is not let in; ``why`` holds no secret."""
+        ...
+
+    def cut(self, session: Session, why: str) -> None:
+        """Count, tell the operator and hang up: what is held for the session is let go."""
         ...
 
     def left(self, session: Session) -> None:
@@ -147,6 +150,8 @@ class Session:
     def arrived(self, frame: Frame) -> None:
         """See ``Owner``."""
         message = frame.message
+        if self._shared is not None and self._serve_shared(self._shared, message):
+            return
         if isinstance(message, Hello):
             self._welcome(message)
         elif version_of(message.kind) > self._version:
@@ -230,19 +235,22 @@ class Session:
             self._begin(self._contains(objects, message), 0)
         elif isinstance(message, Delete):
             self._begin(self._delete(objects, message), 0)
-        elif self._shared is not None:
-            self._serve_shared(self._shared, message)
 
-    def _serve_shared(self, shared: Shared, message: Message) -> None:
+    def _serve_shared(self, shared: Shared, message: Message) -> bool:
+        """Serve what is asked of shared memory; False: it is something else."""
         if isinstance(message, Lease):
             if not (self._prompt and shared.lease_at_once(message)):
                 self._begin(shared.lease(message, self._deadline()), 0)
+        elif isinstance(message, Release):
+            if not shared.release(message):
+                self._refuse(Status.CORRUPT, "a lease that there is not")
         elif isinstance(message, Take):
             self._begin(shared.take(message, self._deadline()), message.nbytes)
         elif isinstance(message, Map):
             self._begin(shared.map(message), 0)
-        elif isinstance(message, Release) and not shared.release(message):
-            self._refuse(Status.CORRUPT, "a lease that there is not")
+        else:
+            return False
+        return True
 
     @property
     def _prompt(self) -> bool:
@@ -257,8 +265,7 @@ class Session:
         if held is None:
             return False
         data = held.data[message.offset : message.offset + message.nbytes]
-        sent = self.link.send_at_once(Data(message.request, Status.OK, ""), payload=data)
-        assert sent, "it would have to wait"
+        self.link.put(Data(message.request, Status.OK, ""), payload=data)
         self._count_read(len(data))
         del data
         held.release()
@@ -338,8 +345,10 @@ class Session:
     async def _work_boundary(self, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
-        except _GONE:
+        except ConnectionError:
             self.link.abort()
+        except TimeoutError:
+            self._plane.cut(self, "it takes no answers")
         # A bug ends this connection, and no other one.
         except Exception:
             _log.exception("a request failed")

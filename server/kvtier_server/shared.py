@@ -67,15 +67,13 @@ class Shared:
     def lease_at_once(self, message: Lease) -> bool:
         """Answer a request for what lies in memory; False: ``lease`` has to bring it up.
 
-        The link takes an answer at once.
+        The link is clear.
         """
         objects = self._objects
         held = objects.hold(objects.address(message.key))
         if held is None:
             return False
-        answer = self._leased(message.request, objects.leased(held))
-        sent = self._link.send_at_once(answer)
-        assert sent, "it would have to wait"
+        self._link.put(self._leased(message.request, objects.leased(held)))
         return True
 
     async def lease(self, message: Lease, deadline: float) -> None:

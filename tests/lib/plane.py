@@ -87,6 +87,10 @@ class Client:
             pass
         return frame
 
+    async def skip(self, nbytes: int) -> None:
+        """Take so many bytes of whatever is sent. There are no frames behind it."""
+        await self._reader.readexactly(nbytes)
+
     async def _receive(self) -> int:
         space = self._parser.buffer()
         data = b""
