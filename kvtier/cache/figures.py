@@ -50,6 +50,7 @@ def cache_stats(
         costs=costs.stats(),
         events_dropped=events.dropped_count if events is not None else 0,
         remotes=_remote_stats(config, room) if room is not None else (),
+        deletions_queued=room.deleting_count if room is not None else 0,
     )
 
 

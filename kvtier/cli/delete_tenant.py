@@ -81,10 +81,15 @@ def _delete(cache: Cache, salt: str) -> int:
         cache.tenants.delete(salt)
         progress.update(task, description="giving back", total=max(nbytes, 1))
         end = clock.now() + _RECLAIM_S_MAX
-        while (left := cache.tenants.nbytes(salt)) and clock.now() < end:
+
+        def under_way() -> bool:
+            return bool(cache.tenants.nbytes(salt) or cache.stats().deletions_queued)
+
+        while under_way() and clock.now() < end:
+            left = cache.tenants.nbytes(salt)
             progress.update(task, completed=nbytes - left)
             clock.sleep(HOUSEKEEPING_S)
-    return nbytes - left
+    return nbytes - cache.tenants.nbytes(salt)
 
 
 def _until_ok(

@@ -198,6 +198,7 @@ class CacheStats:
     costs: CostStats = field(default_factory=CostStats)
     events_dropped: int = 0
     remotes: tuple[RemoteStats, ...] = ()
+    deletions_queued: int = 0
 
     @property
     def degraded(self) -> bool:

@@ -234,6 +234,11 @@ TIER_SERIES: Final[tuple[Series[CacheStats], ...]] = (
         _cache(lambda cache: cache.writes_queued),
     ),
     gauge(
+        "kvtier_deletions_queued",
+        "Chunks that a remote was not asked to delete yet, or did not answer about.",
+        _cache(lambda cache: cache.deletions_queued),
+    ),
+    gauge(
         "kvtier_late_jobs",
         "Reads that were given up and have not come back; their slots are not reused.",
         _cache(lambda cache: cache.late_jobs),

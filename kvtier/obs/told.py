@@ -52,6 +52,7 @@ def told_cache(cache: CacheStats) -> dict[str, Any]:
         "loads_inflight": cache.loads_inflight,
         "stores_inflight": cache.stores_inflight,
         "writes_queued": cache.writes_queued,
+        "deletions_queued": cache.deletions_queued,
         "late_jobs": cache.late_jobs,
         "saved_compute_s": cache.saved_compute_s,
         "lost_compute_s": cache.lost_compute_s,

@@ -49,8 +49,10 @@ def test_more_deletions_than_may_wait_in_a_channel_all_happen(
     monkeypatch.setattr(channel, "REMOTE_JOBS_MAX", 4)
     lab.remote.hold("delete")
     assert engine.cache.remove(keys) == [True] * CHUNKS
+    assert engine.cache.stats().deletions_queued == CHUNKS
     lab.remote.release()
     in_remote(lab, 0)
+    wait_until(lambda: not engine.cache.stats().deletions_queued, "something is still to go")
 
 
 def test_what_a_remote_did_not_delete_is_deleted_when_it_is_back(lab: RemoteLab) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from kvtier.errors import ConfigError, KVTierError, TierUnavailableError
 from kvtier.keys import tenant_digest
 from kvtier.testing.engine_double import EngineDouble
 from kvtier.types import KVLayout, Namespace
+from kvtier_connectors.memory import MemoryConnector
 from tests.lib.cache_setup import BLOCK, CHUNK, CHUNK_BYTES, LAYOUT, SPLIT, of_tenant, ranks
 from tests.lib.outside_store import Store
 from tests.lib.remote_lab import quiet, uploaded
@@ -101,6 +103,23 @@ def test_a_remote_alone_learns_of_the_end(store: Store, tmp_path: Path) -> None:
     assert (found(store), found(store, "theirs")) == (0, len(FIVE))
     with host(store, tmp_path / "disk") as engine:
         assert engine.match(engine.sequence(FIVE)).tokens == 0
+
+
+def test_a_remote_that_takes_its_time_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(f"memory://{tmp_path.name}")
+    filled(store, tmp_path / "disk")
+    delete = MemoryConnector.delete
+
+    async def slow(connector: MemoryConnector, keys: Sequence[bytes]) -> None:
+        for _ in range(20_000):
+            await asyncio.sleep(0)
+        await delete(connector, keys)
+
+    monkeypatch.setattr(MemoryConnector, "delete", slow)
+    run(tmp_path / "disk", "--remote", store.url)
+    assert len(store.listed()) == 5
 
 
 def test_every_remote_is_told(tmp_path: Path) -> None:

@@ -126,6 +126,11 @@ class RemoteRoom:
         """Chunks that are to be written to a remote, or are being written."""
         return sum(uploader.waiting_count for uploader in self._uploaders)
 
+    @property
+    def deleting_count(self) -> int:
+        """Chunks that are still to be deleted in a remote."""
+        return sum(deletions.count for deletions in self._deletions)
+
     def note(self, key: ChunkKey, layout: KVLayout, features: Features) -> None:
         """Note an access to a chunk: if it is whole in DRAM, it may belong in a remote too."""
         for uploader in self._uploaders:
@@ -195,7 +200,7 @@ class RemoteRoom:
         """Tell what is still to be told, end the connectors; one that hangs is left behind."""
         with self._lock:
             owing = [keeper for keeper in self._epochs if keeper.owing]
-            left = sum(deletions.count for deletions in self._deletions)
+            left = self.deleting_count
         if left:
             _log.warning("%d chunks stay in remotes that were to be deleted there", left)
         if owing:
