@@ -27,6 +27,7 @@ from kvtier.types import (
     Part,
     Placement,
 )
+from tests.lib.cache_setup import idle
 
 CHUNK = 32
 BLOCK = 16
@@ -118,6 +119,8 @@ class Room:
             return load.outcome is not None
 
         wait_until(done, "a load")
+        # What brought the bytes ends a little after the load that they were for.
+        wait_until(lambda: idle(self.cache.stats()), "reads")
         return load.outcome
 
     def error(self) -> float:

@@ -135,6 +135,7 @@ def test_what_an_index_at_rest_brings_back_is_told_when_it_is_used(folder: Path)
     assert opened.reader.read() == {}, "nobody knows their tokens yet"
     loaded = opened.engine.load(opened.engine.match(sequence))
     opened.engine.check(loaded)
+    settle(opened.engine)
     assert opened.reader.read() == {key: {Tier.DRAM, Tier.DISK} for key in keys}
     opened.close()
 

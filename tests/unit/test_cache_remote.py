@@ -193,6 +193,7 @@ def test_remotes_are_asked_in_their_order(lab: RemoteLab) -> None:
         remote.batches.clear()
     loading = engine.load(engine.match(sequence))
     assert loading.outcome.tokens_by_tier == {Tier.REMOTE: len(FIVE)}
+    quiet(engine)
     read = [
         sum(count for operation, count in remote.batches if operation == "read")
         for remote in lab.remotes

@@ -271,7 +271,9 @@ def test_a_path_that_no_system_takes_is_refused(paths: tuple[str, ...]) -> None:
 
 def test_one_text_is_not_several_directories() -> None:
     """Each of its letters would become a directory."""
-    with pytest.raises(ConfigError, match=r"disk\.more_paths = 'kv2': .*a tuple of paths"):
+    with pytest.raises(
+        ConfigError, match=r"disk\.more_paths = 'kv2': .*a tuple, each of it a text"
+    ):
         DiskConfig("/kv", more_paths=cast("Any", "kv2"))
 
 

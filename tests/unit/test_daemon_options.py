@@ -138,3 +138,40 @@ def test_a_remote_codec_without_a_remote_is_refused() -> None:
 def test_a_time_that_idle_connections_cannot_have_is_refused(seconds: float) -> None:
     with pytest.raises(ConfigError, match="--idle-seconds"):
         read_options(None, {"listen": ["127.0.0.1:0"], "idle_seconds": float(seconds)})
+
+
+NONSENSE = {
+    'token_file = "/a\\u0000b"': "token_file = '/a\\x00b': allowed is a text",
+    'admin_token_file = ""': "admin_token_file = '': allowed is a text of 1 to",
+    'client_ca = "/a\\u0000b"': "client_ca = '/a\\x00b': allowed is a text",
+    'disk = ""': "disk = '': allowed is a text",
+    'disk = ["/kv", "/k\\u0000v"]': "disk = '/k\\x00v': allowed is a text",
+    'disk = ["/kv", "/kv/below"]': "none inside another",
+    'disk = "~nobody-at-all/kv"': "--disk = ['~nobody-at-all/kv']: Could not determine home",
+    'remote = "redis://secret@h\\u0000"': "remote = (hidden): allowed is a text",
+    'remote_codec = ""': "remote_codec = '': allowed is a text",
+    'policy = "lruu"': "--policy = 'lruu': allowed is",
+    'dram = "1.5GiB"': "--dram = '1.5GiB': not a size",
+    "dram = 1.5": "dram = 1.5: allowed is a str",
+    "disk_bytes = 1.5": "disk_bytes: not a size: 1.5",
+    "allow_uid = -1": "--allow-uid = -1: allowed is 0 to 4294967294",
+    "allow_uid = 4294967295": "--allow-uid = 4294967295",
+    "idle_seconds = nan": "--idle-seconds = nan",
+    "drain_seconds = inf": "--drain-seconds = inf",
+    "connections = " + "9" * 5000: "this is no TOML",
+    "connections = " + "[" * 5000: "this is no TOML",
+    "quota = " + "9" * 30: "--quota = '" + "9" * 30,
+    f'http = "{"x" * 9999}"': "http = '" + "x" * 9,
+}
+
+
+@pytest.mark.parametrize("text", NONSENSE, ids=lambda text: text[:30])
+def test_b113_a_file_of_nonsense_is_an_error_that_names_the_setting(
+    tmp_path: Path, text: str
+) -> None:
+    (file := tmp_path / "kvtier.toml").write_text(f'listen = "127.0.0.1:0"\n{text}\n')
+    with pytest.raises(ConfigError) as caught:
+        configure(read_options(str(file), {}))
+    assert NONSENSE[text] in str(caught.value)
+    assert len(str(caught.value)) < 1000
+    assert "secret" not in str(caught.value)

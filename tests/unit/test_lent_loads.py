@@ -69,6 +69,12 @@ def poised(lab: RemoteLab, engine: EngineDouble) -> tuple[Loading, list[Plan]]:
     return loading, plans
 
 
+def load_all(engine: EngineDouble) -> None:
+    """Load it and wait until what brought it has ended, a little after the load itself."""
+    assert engine.load(engine.match(engine.sequence(FIVE))).outcome.end_token == len(FIVE)
+    quiet(engine)
+
+
 @pytest.mark.parametrize("layout", [LAYOUT, WINDOWED, SPLIT], ids=["full", "windowed", "split"])
 def test_what_is_lent_comes_from_where_it_lies(lab: RemoteLab, layout: KVLayout) -> None:
     engine = lab.filled(FIVE, layout=layout, dram_chunks=0)
@@ -76,6 +82,7 @@ def test_what_is_lent_comes_from_where_it_lies(lab: RemoteLab, layout: KVLayout)
     assert tiers_of(match) == [Tier.REMOTE] * 5
     outcome = engine.load(match).outcome
     assert outcome.tokens_by_tier == {Tier.REMOTE: len(FIVE)}
+    quiet(engine)
     counters = remote_counters(engine)
     assert counters.lent_bytes == counters.read_bytes > 0
     assert lab.remote.calls["read"] == 0
@@ -88,6 +95,7 @@ def test_it_is_lent_anew_for_each_load_and_nothing_of_it_is_matched_in_dram(lab:
         match = engine.match(engine.sequence(FIVE))
         assert tiers_of(match) == [Tier.REMOTE] * 5
         engine.load(match)
+        quiet(engine)
     assert len(lending(lab).loans) == 15
 
 
@@ -150,15 +158,15 @@ def test_what_is_not_lent_is_copied_and_the_remote_left_alone_for_a_while(lab: R
     clock = FakeClock()
     engine = lab.filled(FIVE, dram_chunks=0, clock=clock)
     lending(lab).refuses = True
-    assert engine.load(engine.match(engine.sequence(FIVE))).outcome.end_token == len(FIVE)
+    load_all(engine)
     counters = remote_counters(engine)
     assert (counters.lent_bytes, counters.read_bytes) == (0, 5 * CHUNK_BYTES)
     asked = lab.remote.calls["lend"]
     lending(lab).refuses = False
-    assert engine.load(engine.match(engine.sequence(FIVE))).outcome.end_token == len(FIVE)
+    load_all(engine)
     assert lab.remote.calls["lend"] == asked
     clock.advance(LEND_PAUSE_S)
-    assert engine.load(engine.match(engine.sequence(FIVE))).outcome.end_token == len(FIVE)
+    load_all(engine)
     assert remote_counters(engine).lent_bytes == 5 * CHUNK_BYTES
 
 
@@ -168,7 +176,7 @@ def test_what_is_encoded_is_copied(lab: RemoteLab) -> None:
     uploaded(writer)
     lab.close(writer)
     engine = lab.open(dram_chunks=0)
-    assert engine.load(engine.match(engine.sequence(FIVE))).outcome.end_token == len(FIVE)
+    load_all(engine)
     assert remote_counters(engine).lent_bytes == 0
 
 
@@ -198,7 +206,7 @@ def test_with_one_such_worker_it_is_copied_for_all(lab: RemoteLab) -> None:
 
 def test_a_dram_tier_keeps_what_comes_and_borrows_nothing(lab: RemoteLab) -> None:
     engine = lab.filled(FIVE)
-    assert engine.load(engine.match(engine.sequence(FIVE))).outcome.end_token == len(FIVE)
+    load_all(engine)
     assert tiers_of(engine.match(engine.sequence(FIVE))) == [Tier.DRAM] * 5
     assert lab.remote.calls["lend"] == 0
     lab.close(engine)

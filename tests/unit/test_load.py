@@ -215,6 +215,7 @@ def test_b62_ten_loads_of_the_same_chunks_read_them_once(setup: CacheSetup) -> N
         assert loading is not None
         outcome = engine.drive(loading)
         assert (outcome.end_token, outcome.misses) == (2 * CHUNK, ())
+    settle(engine)
     assert setup.files.count(FileOperation.READ) - before == 2
     counters = tier_stats(engine.cache, Tier.DISK).counters
     assert counters.hit_tokens == 10 * 2 * CHUNK

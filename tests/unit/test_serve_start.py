@@ -14,6 +14,7 @@ import torch
 
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.testing.engine_double import wait_until
+from kvtier_engine import serve as module
 from kvtier_engine.api.errors import ApiError
 from kvtier_engine.api.limits import QUEUED_SEQUENCES_MAX
 from kvtier_engine.main import serve
@@ -45,6 +46,11 @@ def test_the_queue_is_as_long_as_its_limit(folder: Path) -> None:
         (["--dram=1048576GiB"], ["--dram 1024 TiB"]),
         (["--max-model-len=513"], ["--max-model-len 513", "512"]),
         (["--max-model-len=512", "--kv-bytes=64KiB"], ["--max-model-len 512", "--kv-bytes 64 KiB"]),
+        (
+            ["--head-groups=5"],
+            ["--head-groups 5", "2 KV heads", "allowed: 1, 2, or a multiple of 2"],
+        ),
+        (["--head-groups=65535"], ["--head-groups 65535", "2 KV heads"]),
         (["--device=cuda"], ["--device cuda", "CUDA"]),
         (["--disk=/tmp/x", "--disk-bytes=4KiB"], ["--disk-bytes 4 KiB", "chunk"]),
         (["--chunk-tokens=512"], ["--chunk-tokens 512", "512 tokens", "--no-cache"]),
@@ -59,6 +65,18 @@ def test_b115_what_cannot_be_together_is_told_at_the_start(
     assert isinstance(caught.value, ConfigError)
     for part in parts:
         assert part in str(caught.value), caught.value
+
+
+@pytest.mark.parametrize("argument", ["--head-groups=5", "--max-model-len=513"])
+def test_b115_what_no_such_model_can_is_told_before_it_is_loaded(
+    folder: Path, argument: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("its weights are read, which may take minutes")
+
+    monkeypatch.setattr(module, "load_model", load)
+    with pytest.raises(ConfigError, match=argument.replace("=", " ")):
+        made(folder, argument)
 
 
 def test_b115_a_tier_that_holds_no_chunk_is_refused(tmp_path: Path) -> None:

@@ -136,6 +136,12 @@ def test_b113_a_misspelt_variable_names_the_nearest() -> None:
         (["--disk-write-bytes-per-day", "1GB"], ["--disk-write-bytes-per-day", "'GiB'"]),
         (["--disk", "/a,/b/,/a"], ["--disk", "each named once"]),
         (["--disk", "/a,"], ["--disk", "not empty"]),
+        (["--drain-seconds=nan"], ["--drain-seconds", "'nan'", "from 0 to 3600"]),
+        (["--drain-seconds= 5"], ["--drain-seconds", "' 5'", "from 0 to 3600"]),
+        (["--gpu-time-worth=1_0"], ["--gpu-time-worth", "'1_0'", "from 1e-06"]),
+        (["--tenant-quota", "9" * 30], ["--tenant-quota", "TiB"]),
+        (["--port", "9" * 5000], ["--port", "(5002 characters)", "from 0 to 65535"]),
+        (["--model=~nobody-at-all/x"], ["--model", "home"]),
         (["--access-log="], ["--access-log", "not empty"]),
         (["--drain-seconds", "nan"], ["--drain-seconds", "'nan'"]),
         (["--gpu-time-worth", "2e6"], ["--gpu-time-worth", "1e-06 to 1e+06"]),
@@ -355,3 +361,11 @@ def test_a_url_without_its_option_is_not_shown() -> None:
         load_settings(["redis://:s3cret@host"], {})
     assert "unexpected argument" in str(caught.value)
     assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["port = " + "9" * 5000, "port = " + "[" * 5000, 'model = "/a\\u0000b"']
+)
+def test_b113_a_file_of_nonsense_is_refused(tmp_path: Path, text: str) -> None:
+    (file := tmp_path / "serve.toml").write_text(text)
+    assert str(file) in refusal(f"--config={file}")

@@ -325,6 +325,7 @@ def test_loads_are_never_refused_for_a_quota(setup: CacheSetup) -> None:
     engine = setup.open(salt="ours", quota_chunks=5)
     outcome = engine.load(engine.match(engine.sequence(FIVE))).outcome
     assert outcome.tokens_by_tier == {Tier.DISK: 40}
+    settle(engine)
     stored(engine, range(1000, 1000 + CHUNK))
     assert engine.cache.tenants.nbytes("ours") <= 5 * CHUNK_BYTES
 

@@ -34,6 +34,7 @@ from tests.lib.cache_setup import (
     CacheSetup,
     cache_setup,
     disk_chunks,
+    pins,
     refused,
     settle,
     store_one,
@@ -181,8 +182,8 @@ def test_b96_a_disk_that_blocks_costs_writes_and_nothing_else(setup: CacheSetup)
     setup.files.inject(gate)
     keys = [store_one(engine, start) for start in range(100)]
     engine.cache.check_integrity()
+    wait_until(lambda: pins(engine)[0] == WRITES_INFLIGHT_MAX, "what is encoded stays pinned")
     stats = engine.cache.stats()
-    assert stats.tiers[0].pinned_chunks == WRITES_INFLIGHT_MAX
     dropped = refused(engine, Tier.DISK)[MissReason.NO_ROOM]
     assert dropped + stats.writes_queued == 100
     assert dropped == 100 - 8
@@ -277,8 +278,7 @@ def test_a_chunk_that_leaves_dram_while_its_write_fails_is_forgotten(setup: Cach
     setup.files.inject(FileFailure(operations=(FileOperation.CREATE,), last=EVER))
     for start in range(20):
         store_one(engine, start)
-        engine.cache.check_integrity()
-    settle(engine)
+        settle(engine)  # A write that has not failed yet holds its slot.
     assert engine.cache.stats().writes_queued == 4
     setup.files.inject()
     clock.advance(HEALTH_BACKOFF_S_MIN * 20)
