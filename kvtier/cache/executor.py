@@ -221,7 +221,7 @@ class Executor:
         if waited.done():
             done(waited.result())
             return
-        done(DeadlineError("no answer in time"))
+        done_boundary(partial(done, DeadlineError("no answer in time")))  # Its end comes yet.
         await asyncio.wait({waited})
         late(waited.result())
 
@@ -271,3 +271,16 @@ def outcome_boundary(work: Callable[[], T]) -> T | Fault:
         failure = TierError(f"storage work failed: {error!r}")
         failure.__cause__ = error
         return failure
+
+
+def done_boundary(callback: Callable[[], object]) -> bool:
+    """Call back whoever waits for some work; a bug there is logged, and told by False.
+
+    For callers who have others to answer after that.
+    """
+    try:
+        callback()
+    except Exception:
+        _log.exception("a callback failed")
+        return False
+    return True

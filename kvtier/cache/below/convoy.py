@@ -21,7 +21,7 @@ from functools import partial
 
 from kvtier.cache.below.disk_source import DiskSource
 from kvtier.cache.below.fill import Arriving, Fill, Hold, Origin, UnwantedError
-from kvtier.cache.executor import Executor, Fault, outcome_boundary
+from kvtier.cache.executor import Executor, Fault, done_boundary, outcome_boundary
 from kvtier.cache.sequence import Sequence
 from kvtier.codecs.opaque import Pieces, copy_out
 from kvtier.constants import CONVOY_STIR_PAYLOADS, IO_THREADS_DEFAULT, SHARD_BYTES_MAX
@@ -148,6 +148,7 @@ class Convoy:
             self._bring(ride)
 
     def _bring(self, ride: _Ride) -> None:
+        """Bring one payload up. Whatever goes wrong, it is answered and counted as brought."""
         fill, landing = self._fills[ride.landing], ride.landing
         if landing.outcome is not None:
             with self._cache_lock:
@@ -156,17 +157,17 @@ class Convoy:
         with self._lock:
             ride.over = True
         if ride.late:
-            ride.overdue_done(outcome)
+            done_boundary(partial(ride.overdue_done, outcome))
         else:
             if outcome is None:  # Whatever becomes of the copy, the chunk has come.
                 outcome_boundary(partial(landing.land, ride.slot))
-            ride.done(outcome)
-            self._landed(landing, fill)
+            done_boundary(partial(ride.done, outcome))
+            self._conclude(ride)
         with self._lock:
             self._left -= 1
             left = self._left
         if left % CONVOY_STIR_PAYLOADS == 0:  # To wake somebody takes as long as a small read.
-            self._stirred()
+            done_boundary(self._stirred)
         if not left:
             self._all.set_result(None)
 
@@ -183,16 +184,23 @@ class Convoy:
             late = [ride for ride in self._rides if not ride.over and ride not in unbegun]
             for ride in late:
                 ride.late = True
-                ride.done(DeadlineError("no answer in time"))  # Before its late end.
+                # Before its late end.
+                done_boundary(partial(ride.done, DeadlineError("no answer in time")))
             self._left -= len(unbegun)
             all_over = bool(unbegun) and not self._left
         for ride in unbegun:
-            ride.done(UnwantedError("its turn has not come in time"))
+            done_boundary(partial(ride.done, UnwantedError("its turn has not come in time")))
         for ride in (*late, *unbegun):
-            self._landed(ride.landing, self._fills[ride.landing])
-        self._stirred()
+            self._conclude(ride)
+        done_boundary(self._stirred)
         if all_over:
             self._all.set_result(None)
+
+    def _conclude(self, ride: _Ride) -> None:
+        """Say what came of a payload; who waits for it would wait for ever."""
+        landing = ride.landing
+        if not done_boundary(partial(self._landed, landing, self._fills[landing])):
+            landing.conclude(MissReason.IO_ERROR)
 
 
 class ConvoySource:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
-from kvtier.cache.executor import Fault
+from kvtier.cache.executor import Fault, done_boundary
 from kvtier.cache.shapes import Shapes
 from kvtier.cache.worth.costs import Costs
 from kvtier.cache.worth.transfer import Transfer
@@ -18,6 +20,8 @@ from kvtier.obs.counters import Counters
 from kvtier.tiers.arrival import Expected
 from kvtier.tiers.dram import DramRecord, DramTier
 from kvtier.types import ChunkKey, Entry, KVLayout, MissReason, Placement, ShardId, Tier
+
+_log = logging.getLogger("kvtier.below")
 
 #: Called without the lock with a shard and how many of its first sections may be used.
 Progress = Callable[[ShardId, int], None]
@@ -261,9 +265,10 @@ class Filler:
         with self._lock:
             del self._running[origin.key]
             unwanted = isinstance(outcome, UnwantedError)
-            fill.failure = MissReason.CANCELLED if unwanted else fill.source.settle(outcome)
+            fill.failure = MissReason.CANCELLED if unwanted else _settled_boundary(fill, outcome)
             if self._on_end is not None:
-                self._on_end(fill, self._clock.now() - fill.started)
+                took_s = self._clock.now() - fill.started
+                done_boundary(partial(self._on_end, fill, took_s))
             if isinstance(outcome, DeadlineError):
                 self.late_count += 1
                 self._dram.abandon(fill.record)
@@ -288,6 +293,16 @@ class Filler:
         with self._lock:
             self.late_count -= 1
             fill.transfer.end(self._clock.now())
-            fill.source.end_late()
             self._dram.index.unpin(fill.record)
             fill.hold.release()
+            fill.source.end_late()
+
+
+def _settled_boundary(fill: Fill, outcome: Fault | None) -> MissReason | None:
+    """Return why a chunk did not come. Where settling itself goes wrong, it counts as unread."""
+    try:
+        return fill.source.settle(outcome)
+    # Whoever waits for the chunk would wait until its deadline, and its slots stay pinned.
+    except Exception:
+        _log.exception("a fill could not be settled")
+        return MissReason.IO_ERROR

@@ -69,10 +69,12 @@ class Prefetcher:
         if self._pumping:
             return
         self._pumping = True
-        for prefetch in self._active:
-            self._go_on(prefetch)
-        self._active = [prefetch for prefetch in self._active if prefetch.coming]
-        self._pumping = False
+        try:
+            for prefetch in self._active:
+                self._go_on(prefetch)
+            self._active = [prefetch for prefetch in self._active if prefetch.coming]
+        finally:
+            self._pumping = False
 
     def end(self) -> None:
         """Begin nothing more."""
