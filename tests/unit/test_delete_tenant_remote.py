@@ -106,7 +106,7 @@ def test_a_remote_alone_learns_of_the_end(store: Store, tmp_path: Path) -> None:
 
 
 def test_a_remote_that_takes_its_time_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = Store(f"memory://{tmp_path.name}")
     filled(store, tmp_path / "disk")
@@ -120,6 +120,7 @@ def test_a_remote_that_takes_its_time_is_waited_for(
     monkeypatch.setattr(MemoryConnector, "delete", slow)
     run(tmp_path / "disk", "--remote", store.url)
     assert len(store.listed()) == 5
+    assert caplog.text == "", "nothing stays"
 
 
 def test_every_remote_is_told(tmp_path: Path) -> None:
