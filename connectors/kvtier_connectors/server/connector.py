@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack, suppress
+from itertools import chain
 from typing import Any, Final, Self, TypeVar
 
 from kvtier.constants import (
+    DAEMON_AT_ONCE_MAX,
+    DAEMON_CONNECTION_BYTES_MAX,
     WIRE_KEY_BYTES_MAX,
     WIRE_KEYS_MAX,
     WIRE_PAYLOAD_BYTES_MAX,
@@ -24,14 +27,15 @@ from kvtier.wire import Contains, Data, Delete, Done, Found, Message, Read, Stat
 from kvtier_connectors.server.errors import failure
 from kvtier_connectors.server.line import Line
 from kvtier_connectors.server.settings import Settings, parse_url
-from kvtier_connectors.server.shared import LeasedLoan, NotSharedError, SharedPath
+from kvtier_connectors.server.shared import NotSharedError, SharedPath
 
 T = TypeVar("T")
 
 #: Keys of one request, so that its header fits whatever their length.
 _KEYS_BYTES_MAX: Final = 48 * 1024
 _KEY_OVERHEAD_BYTES: Final = 8
-_NOT_SHARED: Final = ConnectorRefusedError("the server shares no memory with us")
+_NOT_SHARED: Final = NotSharedError("the server shares no memory with us")
+_Wanted = tuple[ReadRequest, memoryview]
 
 
 class ServerConnector:
@@ -65,15 +69,23 @@ class ServerConnector:
         self, requests: Sequence[ReadRequest], into: Sequence[memoryview]
     ) -> list[ReadOutcome]:
         """Fill the buffers. A range that ends behind the object gives what there is of it."""
-        pairs = zip(requests, into, strict=True)
-        return await _gathered([self._read(request, buffer) for request, buffer in pairs])
+        wanted = [*zip(requests, into, strict=True)]
+        outcomes: list[ReadOutcome] = [None for _ in wanted]
+        parts = self._parts(requests)
+        reads = [self._read_part([wanted[index] for index in part]) for part in parts]
+        for part, came in zip(parts, await _gathered(reads), strict=True):
+            for index, outcome in zip(part, came, strict=True):
+                outcomes[index] = outcome
+        return outcomes
 
     async def lend(self, keys: Sequence[bytes]) -> list[LendOutcome]:
         """Lease whole objects where they lie; refused where the server shares nothing with us."""
+        starts = range(0, len(keys), DAEMON_AT_ONCE_MAX)
+        parts = [[*map(bytes, keys[start : start + DAEMON_AT_ONCE_MAX])] for start in starts]
         with ExitStack() as undo:
-            lent = await _gathered([self._lend(bytes(key), undo) for key in keys])
+            lent = await _gathered([self._lend(part, undo) for part in parts])
             undo.pop_all()
-        return lent
+        return [*chain.from_iterable(lent)]
 
     async def write(self, items: Sequence[WriteItem]) -> list[ConnectorError | None]:
         """Store whole objects."""
@@ -103,14 +115,51 @@ class ServerConnector:
             return [False for _ in keys]
         return list(answer.found)
 
+    def _parts(self, requests: Sequence[ReadRequest]) -> list[list[int]]:
+        """Say by their indices which reads are one: as many leases as are answered in one go."""
+        parts: list[list[int]] = []
+        leased: list[int] = []
+        nbytes = 0
+        for index, request in enumerate(requests):
+            if request.nbytes < self._shared_from:
+                parts.append([index])
+                continue
+            nbytes += request.nbytes
+            if len(leased) == DAEMON_AT_ONCE_MAX or nbytes > DAEMON_CONNECTION_BYTES_MAX:
+                leased, nbytes = [], request.nbytes
+            if not leased:
+                parts.append(leased)
+            leased.append(index)
+        return parts
+
+    async def _read_part(self, part: Sequence[_Wanted]) -> list[ReadOutcome]:
+        """Read through shared memory where that is to be; what cannot be, by the socket."""
+        if part[0][0].nbytes < self._shared_from:
+            return [await self._read(*each) for each in part]
+        outcomes: list[ReadOutcome] = [_unfit(each.key, each.nbytes) for each, _ in part]
+        fit = [index for index, outcome in enumerate(outcomes) if outcome is None]
+        requests, into = [part[index][0] for index in fit], [part[index][1] for index in fit]
+        came: list[ReadOutcome] = [_NOT_SHARED for _ in fit]
+        try:
+            line = await self._line()
+            if line.shares:
+                came = await self._shared.read(line, requests, [each.cast("B") for each in into])
+        except ConnectorError as error:
+            came = [error.with_traceback(None) for _ in fit]
+        left = [number for number, each in enumerate(came) if isinstance(each, NotSharedError)]
+        again = await _gathered([self._read(requests[number], into[number]) for number in left])
+        for number, outcome in zip(left, again, strict=True):
+            came[number] = outcome
+        for index, outcome in zip(fit, came, strict=True):
+            outcomes[index] = outcome
+        return outcomes
+
     async def _read(self, request: ReadRequest, into: memoryview) -> ReadOutcome:
+        """Read by the socket."""
         key, offset, nbytes = bytes(request.key), request.offset, request.nbytes
         if fault := _unfit(key, nbytes):
             return fault
         try:
-            if nbytes >= self._shared_from and (line := await self._line()).shares:
-                with suppress(NotSharedError):
-                    return await self._shared.read(line, key, offset, into.cast("B"))
             answer, came = await self._ask(
                 lambda number: Read(number, key, offset, nbytes), into=into.cast("B")
             )
@@ -122,19 +171,17 @@ class ServerConnector:
             return None
         return came if answer.status is Status.OK else failure(answer.status, answer.text)
 
-    async def _lend(self, key: bytes, undo: ExitStack) -> LendOutcome:
-        if fault := _unfit(key, 0):
-            return fault
+    async def _lend(self, keys: Sequence[bytes], undo: ExitStack) -> list[LendOutcome]:
+        fit = [key for key in keys if not _unfit(key, 0)]
+        lent: list[LendOutcome] = [_NOT_SHARED for _ in fit]
         try:
             line = await self._line()
-            loan = await self._shared.lend(line, key) if line.shares else _NOT_SHARED
-        except NotSharedError as error:
-            return ConnectorRefusedError(str(error))
+            if line.shares:
+                lent = await self._shared.lend(line, fit, undo)
         except ConnectorError as error:
-            return error.with_traceback(None)
-        if isinstance(loan, LeasedLoan):
-            undo.callback(loan.release)
-        return loan
+            lent = [error.with_traceback(None) for _ in fit]
+        loans = iter(lent)
+        return [_unfit(key, 0) or _refused(next(loans)) for key in keys]
 
     async def _write(self, item: WriteItem) -> ConnectorError | None:
         key, data = bytes(item.key), item.data.cast("B")
@@ -214,8 +261,8 @@ class ServerConnector:
 
 async def _gathered(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Do them at once; when we are cancelled, return once all of them have let go."""
-    if len(calls) == 1:
-        return [await calls[0]]
+    if len(calls) < 2:
+        return [await call for call in calls]
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(call) for call in calls]
     return [task.result() for task in tasks]
@@ -245,6 +292,12 @@ def _unfit(key: bytes, nbytes: int) -> ConnectorError | None:
     if nbytes > WIRE_PAYLOAD_BYTES_MAX:
         return ConnectorRefusedError(f"{nbytes} bytes; allowed are {WIRE_PAYLOAD_BYTES_MAX}")
     return None
+
+
+def _refused(outcome: LendOutcome) -> LendOutcome:
+    """Say to the caller that nothing is lent, where that is so."""
+    is_not = isinstance(outcome, NotSharedError)
+    return ConnectorRefusedError(str(outcome)) if is_not else outcome
 
 
 def _failed(answer: Done) -> ConnectorError:

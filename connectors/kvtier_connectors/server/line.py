@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import socket
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping
 from typing import Final
 
 from kvtier.constants import WIRE_KEYS_MAX
@@ -31,25 +31,13 @@ from kvtier.wire_fields import WireError
 from kvtier.wire_link import Link
 from kvtier.wire_parser import Frame
 from kvtier.wire_shared import hung_up
+from kvtier_connectors.server.asked import Asked, any_of
 from kvtier_connectors.server.errors import failure, translated, wordless
 from kvtier_connectors.server.settings import Settings
 
 _NUMBERS: Final = 2**32
 #: Those without a payload. A union made for each answer would cost as much as taking it.
 _ANSWERS: Final = (Found, Done, Leased)
-
-
-@dataclass(slots=True, eq=False)
-class _Asked:
-    """A request without its answer yet. ``into`` is where its payload belongs."""
-
-    answer: asyncio.Future[tuple[Message, int]]
-    into: memoryview | None
-
-    def late(self) -> None:
-        """Give up waiting."""
-        if not self.answer.done():
-            self.answer.set_exception(TimeoutError())
 
 
 class Line:
@@ -61,9 +49,11 @@ class Line:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._asked: dict[int, _Asked] = {}
+        self._loop = asyncio.get_running_loop()
+        self._asked: dict[int, Asked] = {}  # In the order of their deadlines.
+        self._expiry: asyncio.TimerHandle | None = None
         self._numbers = itertools.count()
-        self._welcomed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._welcomed: asyncio.Future[None] = self._loop.create_future()
         self._coming: tuple[int, Data, int] | None = None
         self._fault: ConnectorError | None = None
         self._version = WIRE_VERSION_SOCKET
@@ -99,7 +89,7 @@ class Line:
 
     async def open(self) -> None:
         """Connect and be welcomed. Raises ``ConnectorError``."""
-        settings, loop = self._settings, asyncio.get_running_loop()
+        settings, loop = self._settings, self._loop
         try:
             async with asyncio.timeout(settings.connect_timeout_s):
                 if settings.path:
@@ -138,38 +128,53 @@ class Line:
         Raises ``ConnectorError``. Neither buffer is touched after it has returned or raised. What
         it returns as leased is the caller's to release.
         """
-        if self._fault is not None:
-            raise self._fault
+        asked = self._note(number, into)
         taken = False
-        loop = asyncio.get_running_loop()
-        asked = self._asked[number] = _Asked(loop.create_future(), into)
-        deadline = loop.time() + self._settings.timeout_s
-        before_bytes = self._link.received_bytes
-        expiry = loop.call_at(deadline, asked.late)
         try:
             if payload is None and self._link.clear:
-                self._link.send_at_once(*self._ended_leases(), message)
+                self._put(message)
             else:
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout_at(asked.deadline_s):
                     await self._link.send(message, payload)
             answer = await asked.answer
             taken = True
             return answer
         except OSError as error:
-            fault = self.fault if not self.usable else translated(error)
-            late = isinstance(error, TimeoutError)
-            if not late or self._link.received_bytes == before_bytes:
-                self._lose(fault)  # What has said nothing for so long may be gone for good.
-            raise fault from error
+            raise self._failed(asked, error) from error
         finally:
-            expiry.cancel()
-            self._forget(number, asked, taken=taken)
+            if taken:
+                del self._asked[number]
+            else:
+                self._forget(number, asked)
+
+    async def ask_each(
+        self, messages: Mapping[int, Message]
+    ) -> AsyncGenerator[tuple[int, Message | ConnectorError], None]:
+        """Send requests in one go, by their numbers; give each one's answer, or fault, as it comes.
+
+        None of them has a payload, nor has its answer. What was given as leased is the caller's to
+        release; what was not when it is closed is given up.
+        """
+        left = {number: self._note(number, None) for number in messages}
+        try:
+            await self._put_all(left, messages)
+            while left:
+                done = [number for number, asked in left.items() if asked.answer.done()]
+                for number in done:
+                    asked = left.pop(number)
+                    del self._asked[number]
+                    yield number, self._outcome(asked)
+                if not done:
+                    await any_of(left.values())
+        finally:
+            for number, asked in left.items():
+                self._forget(number, asked)
 
     def release(self, number: int) -> None:
         """End a lease: with the next request, or when the loop has nothing else to do."""
         self._released.append(number)
         if self._releasing is None:
-            self._releasing = asyncio.get_running_loop().call_soon(self._release)
+            self._releasing = self._loop.call_soon(self._release)
 
     def close(self) -> None:
         """Close; what is asked ends with an error."""
@@ -245,6 +250,65 @@ class Line:
         self._coming = (message.request, message, nbytes)
         self._link.place(None if into is None else into[:nbytes])
 
+    def _note(self, number: int, into: memoryview | None) -> Asked:
+        """Note a request that is about to be sent. Raises ``ConnectorError``."""
+        if self._fault is not None:
+            raise self._fault
+        loop = self._loop
+        deadline_s = loop.time() + self._settings.timeout_s
+        received_bytes = self._link.received_bytes
+        asked = Asked(loop.create_future(), into, deadline_s, received_bytes)
+        self._asked[number] = asked
+        if self._expiry is None:
+            self._expiry = loop.call_at(deadline_s, self._expire)
+        return asked
+
+    def _expire(self) -> None:
+        """Give up what is late, and look again when the next one may be: one timer for all."""
+        self._expiry = None
+        now_s = self._loop.time()
+        for asked in self._asked.values():
+            if asked.deadline_s > now_s:
+                self._expiry = self._loop.call_at(asked.deadline_s, self._expire)
+                return
+            asked.fail(TimeoutError())
+
+    def _put(self, *messages: Message) -> None:
+        """Send requests, and with them what has been released, over a link that is clear."""
+        if self._released:
+            self._link.put(*self._ended_leases(), *messages)
+        else:
+            self._link.put(*messages)
+
+    async def _put_all(self, asked: Mapping[int, Asked], messages: Mapping[int, Message]) -> None:
+        """Send requests; those that cannot be sent fail."""
+        if self._link.clear:
+            self._put(*messages.values())
+            return
+        try:
+            for number, message in messages.items():
+                async with asyncio.timeout_at(asked[number].deadline_s):
+                    await self._link.send(message)
+        except OSError as error:
+            for each in asked.values():
+                each.fail(self._failed(each, error))
+
+    def _outcome(self, asked: Asked) -> Message | ConnectorError:
+        """Return the answer of a request that is done, or why there is none."""
+        error = asked.answer.exception()
+        if error is None:
+            return asked.answer.result()[0]
+        return error if isinstance(error, ConnectorError) else self._failed(asked, error)
+
+    def _failed(self, asked: Asked, error: BaseException) -> ConnectorError:
+        """Return why a request has failed; whoever has said nothing since it was sent is left."""
+        assert isinstance(error, OSError), "no error of a connection"
+        fault = self.fault if not self.usable else translated(error)
+        late = isinstance(error, TimeoutError)
+        if not late or self._link.received_bytes == asked.before_bytes:
+            self._lose(fault)  # What has said nothing for so long may be gone for good.
+        return fault
+
     def _end(self, number: int, message: Message, nbytes: int) -> None:
         asked = self._asked.get(number)
         if asked is not None and not asked.answer.done():
@@ -252,14 +316,14 @@ class Line:
         elif isinstance(message, Leased) and message.status is Status.OK:
             self.release(number)  # Nobody waits for it any more.
 
-    def _forget(self, number: int, asked: _Asked, *, taken: bool) -> None:
-        """Let go of a request and its buffer, and of what it got if nobody took it."""
+    def _forget(self, number: int, asked: Asked) -> None:
+        """Let go of a request and its buffer, and of what it got, as nobody took it."""
         del self._asked[number]
         answer = asked.answer
-        if not taken and answer.done() and not answer.cancelled() and not answer.exception():
+        if answer.done() and not answer.cancelled() and not answer.exception():
             self._end(number, *answer.result())
-        if not asked.answer.cancel() and not asked.answer.cancelled():
-            asked.answer.exception()  # Nobody may have waited for it.
+        if not answer.cancel() and not answer.cancelled():
+            answer.exception()  # Nobody may have waited for it.
         if self._coming is not None and self._coming[0] == number:
             self._link.discard()
 
@@ -269,13 +333,14 @@ class Line:
             return
         self._fault = fault
         self._link.abort()
+        if self._expiry is not None:
+            self._expiry.cancel()
         if self._connection is not None:
             with self._connection as connection, contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)  # Ours keeps it open otherwise.
             self._connection = None
         for asked in self._asked.values():
-            if not asked.answer.done():
-                asked.answer.set_exception(fault)
+            asked.fail(fault)
         if not self._welcomed.done():
             self._welcomed.set_exception(fault)
             self._welcomed.exception()  # Nobody may wait for it any more.
@@ -283,11 +348,11 @@ class Line:
     def _release(self) -> None:
         """Tell the server of leases that have ended, unless a request has taken that along."""
         if self._released and self.usable and not self._link.clear:
-            self._releasing = asyncio.get_running_loop().create_task(self._release_later())
+            self._releasing = self._loop.create_task(self._release_later())
             return
         self._releasing = None
         if self._released and self.usable:
-            self._link.send_at_once(*self._ended_leases())
+            self._put()
 
     async def _release_later(self) -> None:
         try:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack, aclosing, suppress
+from typing import Any, TypeVar
 
 from kvtier.errors import ConnectorDataError, ConnectorError, ConnectorUnavailableError
-from kvtier.interfaces import ReadOutcome
+from kvtier.interfaces import LendOutcome, ReadOutcome
+from kvtier.types import ReadRequest
 from kvtier.wire import Done, Lease, Leased, Message, Status, Take
 from kvtier.wire_shared import copied
 from kvtier_connectors.server.files import SharedFiles
 from kvtier_connectors.server.line import Line
 from kvtier_connectors.server.settings import Settings
+
+T = TypeVar("T")
 
 
 class NotSharedError(ConnectorError):
@@ -50,14 +55,40 @@ class SharedPath:
     def __init__(self, settings: Settings) -> None:
         self._files = SharedFiles(settings)
 
-    async def read(self, line: Line, key: bytes, offset: int, into: memoryview) -> ReadOutcome:
-        """Lease an object, copy what there is of a range, release it.
+    async def read(
+        self, line: Line, requests: Sequence[ReadRequest], into: Sequence[memoryview]
+    ) -> list[ReadOutcome]:
+        """Lease objects, copy what there is of a range of each, release them.
 
-        Raises ``NotSharedError``, or another ``ConnectorError`` of the line.
+        A ``NotSharedError`` is the outcome of what is to be read by the socket. Raises a
+        ``ConnectorError`` of a line that is not usable.
         """
-        leased = await _leased(line, key)
-        if leased is None:
-            return None
+        keys = [bytes(each.key) for each in requests]
+
+        async def copy(index: int, leased: Leased) -> ReadOutcome:
+            return await self._copied(line, leased, requests[index].offset, into[index])
+
+        return await _each_leased(line, keys, copy)
+
+    async def lend(self, line: Line, keys: Sequence[bytes], undo: ExitStack) -> list[LendOutcome]:
+        """Lease objects, and leave them where they are. Outcomes and errors are as of ``read``.
+
+        ``undo`` is given the release of each.
+        """
+
+        async def keep(_: int, leased: Leased) -> LendOutcome:
+            with ExitStack() as lost:
+                lost.callback(line.release, leased.request)
+                loan = LeasedLoan(line, leased.request, await self._view(leased))
+                lost.pop_all()
+            undo.callback(loan.release)
+            return loan
+
+        return await _each_leased(line, keys, keep)
+
+    async def _copied(
+        self, line: Line, leased: Leased, offset: int, into: memoryview
+    ) -> ReadOutcome:
         try:
             view = await self._view(leased)
             data = view[offset : offset + len(into)]
@@ -67,17 +98,6 @@ class SharedPath:
             return len(data)
         finally:
             line.release(leased.request)
-
-    async def lend(self, line: Line, key: bytes) -> LeasedLoan | None:
-        """Lease an object, and leave it where it is; None: there is none. Raises as ``read``."""
-        leased = await _leased(line, key)
-        if leased is None:
-            return None
-        with ExitStack() as undo:
-            undo.callback(line.release, leased.request)
-            loan = LeasedLoan(line, leased.request, await self._view(leased))
-            undo.pop_all()
-        return loan
 
     async def write(self, line: Line, key: bytes, data: memoryview) -> Message:
         """Stage an object and have the server take it; return its answer.
@@ -114,14 +134,39 @@ class SharedPath:
         return view
 
 
-async def _leased(line: Line, key: bytes) -> Leased | None:
-    """Lease an object, which is the caller's to release by its number; None: there is none."""
-    number = line.number()
-    leased, _ = await line.ask(Lease(number, key), number)
-    if not isinstance(leased, Leased):
-        raise ConnectorDataError(f"an answer of another kind: {type(leased).__name__}")
-    if leased.status is Status.ABSENT:
+async def _each_leased(
+    line: Line,
+    keys: Sequence[bytes],
+    work: Callable[[int, Leased], Coroutine[Any, Any, T]],
+) -> list[T | ConnectorError | None]:
+    """Lease objects in one go; do with each, by its index, what it is for, as they come.
+
+    Whoever works has the lease to release by its number. Return what was done with each; None
+    where there is no object.
+    """
+    outcomes: list[T | ConnectorError | None] = [None for _ in keys]
+    asked = {line.number(): index for index, _ in enumerate(keys)}
+    messages = {number: Lease(number, keys[index]) for number, index in asked.items()}
+    async with aclosing(line.ask_each(messages)) as answers:
+        async for number, answer in answers:
+            index = asked[number]
+            try:
+                leased = _taken(answer)
+                if leased is not None:
+                    outcomes[index] = await work(index, leased)
+            except ConnectorError as error:
+                outcomes[index] = error.with_traceback(None)
+    return outcomes
+
+
+def _taken(answer: Message | ConnectorError) -> Leased | None:
+    """Return what was leased; None: there is no object. Raises ``ConnectorError``."""
+    if isinstance(answer, ConnectorError):
+        raise answer
+    if not isinstance(answer, Leased):
+        raise ConnectorDataError(f"an answer of another kind: {type(answer).__name__}")
+    if answer.status is Status.ABSENT:
         return None
-    if leased.status is not Status.OK:
-        raise NotSharedError(leased.text)
-    return leased
+    if answer.status is not Status.OK:
+        raise NotSharedError(answer.text)
+    return answer
