@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
-from itertools import pairwise
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
 from urllib.parse import parse_qsl, urlsplit
 
+from kvtier.config_checks import (
+    SIZE_BYTES_MAX,
+    check_paths,
+    check_types,
+    check_workers,
+    require,
+    whole,
+)
 from kvtier.constants import (
     ALIGN_BYTES,
     DIGEST_BYTES,
@@ -31,7 +36,7 @@ from kvtier.constants import (
     SLAB_BYTES_DEFAULT,
     STAGING_BYTES,
 )
-from kvtier.errors import ConfigError, nearest
+from kvtier.errors import ConfigError, nearest, shortly
 from kvtier.types import Placement
 
 _UNITS: Final = {"": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": KIB * GIB}
@@ -84,22 +89,21 @@ class DiskConfig:
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` for a field that cannot be."""
-        _require(bool(self.path), "disk.path", self.path, "a directory")
-        several = not isinstance(self.more_paths, str)
-        _require(several, "disk.more_paths", self.more_paths, "a tuple of paths, not one text")
+        check_types(self, "disk.")
+        require(bool(self.path), "disk.path", self.path, "a directory")
         for name in ("capacity_bytes", "write_bytes_per_day"):
-            _whole(f"disk.{name}", getattr(self, name))
-        _require(
+            whole(f"disk.{name}", getattr(self, name))
+        require(
             self.capacity_bytes >= ALIGN_BYTES,
             "disk.capacity_bytes",
             self.capacity_bytes,
             f"at least {ALIGN_BYTES}",
         )
-        _require(bool(self.policy), "disk.policy", self.policy, "a policy's name")
-        _require(self.codec != "", "disk.codec", self.codec, "a codec's name")
-        _require(self.byte_codec != "", "disk.byte_codec", self.byte_codec, "a byte codec's name")
-        _require(bool(self.admission), "disk.admission", self.admission, "an admission's name")
-        _check_paths(self.paths)
+        require(bool(self.policy), "disk.policy", self.policy, "a policy's name")
+        require(self.codec != "", "disk.codec", self.codec, "a codec's name")
+        require(self.byte_codec != "", "disk.byte_codec", self.byte_codec, "a byte codec's name")
+        require(bool(self.admission), "disk.admission", self.admission, "an admission's name")
+        check_paths(self.paths)
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -119,10 +123,11 @@ class TenantQuota:
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` for a field that cannot be."""
+        check_types(self, "tenant_quotas.")
         allowed = f"{2 * DIGEST_BYTES} hexadecimal digits, in lower case"
         fits = re.fullmatch(r"[0-9a-f]+", self.tenant) and len(self.tenant) == 2 * DIGEST_BYTES
-        _require(bool(fits), "tenant_quotas.tenant", self.tenant, allowed)
-        _whole("tenant_quotas.quota_bytes", self.quota_bytes)
+        require(bool(fits), "tenant_quotas.tenant", self.tenant, allowed)
+        whole("tenant_quotas.quota_bytes", self.quota_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,20 +156,21 @@ class RemoteConfig:
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` for a field that cannot be. No message holds the URL."""
-        _require("://" in self.url, "remotes.url", "(hidden)", "a URL, as in redis://host")
-        _whole("remotes.capacity_bytes", self.capacity_bytes)
-        _whole("remotes.write_bytes_per_day", self.write_bytes_per_day)
-        _require(bool(self.policy), "remotes.policy", self.policy, "a policy's name")
-        _require(bool(self.admission), "remotes.admission", self.admission, "an admission's name")
+        check_types(self, "remotes.")
+        require("://" in self.url, "remotes.url", "(hidden)", "a URL, as in redis://host")
+        whole("remotes.capacity_bytes", self.capacity_bytes)
+        whole("remotes.write_bytes_per_day", self.write_bytes_per_day)
+        require(bool(self.policy), "remotes.policy", self.policy, "a policy's name")
+        require(bool(self.admission), "remotes.admission", self.admission, "an admission's name")
         encodes = self.byte_codec != ""
-        _require(encodes, "remotes.byte_codec", self.byte_codec, "a byte codec's name")
+        require(encodes, "remotes.byte_codec", self.byte_codec, "a byte codec's name")
         count = self.connections
         allowed = 1 <= count <= REMOTE_CONNECTIONS_MAX
-        _require(allowed, "remotes.connections", count, f"1 .. {REMOTE_CONNECTIONS_MAX}")
+        require(allowed, "remotes.connections", count, f"1 .. {REMOTE_CONNECTIONS_MAX}")
         for name in ("ttl_s", "absent_s", "deadline_s"):
             seconds = getattr(self, name)
             well = math.isfinite(seconds) and seconds > 0
-            _require(well, f"remotes.{name}", seconds, "more than 0")
+            require(well, f"remotes.{name}", seconds, "more than 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,14 +223,15 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` for a field that cannot be or that contradicts another."""
+        check_types(self)
         for name in ("dram_bytes", "slab_bytes", "tenant_quota_bytes"):
-            _whole(name, getattr(self, name))
+            whole(name, getattr(self, name))
         tenants = [quota.tenant for quota in self.tenant_quotas]
         once = len(set(tenants)) == len(tenants)
-        _require(once, "tenant_quotas.tenant", tenants, "each tenant once")
-        _require(bool(self.codec), "codec", self.codec, "a codec's name")
-        _require(bool(self.policy), "policy", self.policy, "a policy's name")
-        _require(
+        require(once, "tenant_quotas.tenant", tenants, "each tenant once")
+        require(bool(self.codec), "codec", self.codec, "a codec's name")
+        require(bool(self.policy), "policy", self.policy, "a policy's name")
+        require(
             self.slab_bytes > 0 and self.slab_bytes % ALIGN_BYTES == 0,
             "slab_bytes",
             self.slab_bytes,
@@ -232,17 +239,17 @@ class CacheConfig:
         )
         self._check_dram()
         alone = not (self.shared and self.exported_to)
-        _require(alone, "exported_to", self.exported_to, "none where shared")
+        require(alone, "exported_to", self.exported_to, "none where shared")
         for name in ("load_deadline_s", "pending_deadline_s", "gpu_time_worth"):
             seconds = getattr(self, name)
-            _require(math.isfinite(seconds) and seconds > 0, name, seconds, "more than 0")
-        _check_workers(self.workers)
+            require(math.isfinite(seconds) and seconds > 0, name, seconds, "more than 0")
+        check_workers(self.workers)
 
     def _check_dram(self) -> None:
         below = bool(self.disk or self.remotes)
         staged = self.dram_bytes == 0 and below and not self.exported_to  # Others map a tier.
         slab = format_size(self.slab_bytes)
-        _require(
+        require(
             staged or self.dram_bytes >= self.slab_bytes,
             "dram_bytes",
             self.dram_bytes,
@@ -252,7 +259,7 @@ class CacheConfig:
         modes += [("disk.mode", self.disk.mode)] if self.disk else []
         for name, mode in modes:
             now = not staged or mode is WriteMode.THROUGH
-            _require(now, name, mode.value, "through, where dram_bytes is 0: nothing waits there")
+            require(now, name, mode.value, "through, where dram_bytes is 0: nothing waits there")
 
 
 def parse_size(text: str | int) -> int:
@@ -261,13 +268,16 @@ def parse_size(text: str | int) -> int:
     >>> parse_size("1GiB")
     1073741824
     """
-    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+    if isinstance(text, int) and not isinstance(text, bool) and 0 <= text <= SIZE_BYTES_MAX:
         return text
     match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None or match[2] not in _UNITS:
         hint = nearest(match[2], _UNITS) if match else ""
-        raise ConfigError(f"not a size: {text!r}{hint}; allowed: {_SIZE_ALLOWED}")
-    return int(match[1]) * _UNITS[match[2]]
+        raise ConfigError(f"not a size: {shortly(text)}{hint}; allowed: {_SIZE_ALLOWED}")
+    nbytes = int(match[1]) * _UNITS[match[2]]
+    if nbytes > SIZE_BYTES_MAX:
+        raise ConfigError(f"not a size: {shortly(text)}; allowed: less than {2**23} TiB")
+    return nbytes
 
 
 def format_size(nbytes: int) -> str:
@@ -321,75 +331,29 @@ def reject_unknown(names: Iterable[str], allowed: Iterable[str], where: str) -> 
             raise ConfigError(f"{where} has no {name!r}{hint}; allowed: {listed}")
 
 
-def _require(condition: bool, name: str, value: object, allowed: str) -> None:  # noqa: FBT001
-    if not condition:
-        raise ConfigError(f"{name} = {value!r}: allowed is {allowed}")
-
-
-def _check_paths(paths: tuple[str, ...]) -> None:
-    """Require directories that can be, none of which lies in another: each is bounded by itself."""
-    allowed = "directories, each named once, none inside another"
-    for path in paths:
-        _require(bool(path) and "\0" not in path, "disk.path", path, "a path without NUL")
-    whole = sorted(Path(path).parts for path in map(os.path.abspath, paths))
-    apart = not any(below[: len(above)] == above for above, below in pairwise(whole))
-    _require(apart, "disk.more_paths", paths[1:], allowed)
-
-
-def _whole(name: str, nbytes: object) -> None:
-    """Require a size that is a whole number: what rounds is not what was meant."""
-    _require(type(nbytes) is int and nbytes >= 0, name, nbytes, "a whole number, 0 or more")
-
-
-def _check_workers(workers: tuple[Placement, ...]) -> None:
-    _require(bool(workers), "workers", workers, "one placement or more")
-    _require(
-        len({place.worker for place in workers}) == len(workers),
-        "workers",
-        [place.worker for place in workers],
-        "a number for each worker that no other has",
-    )
-    _require(
-        len({(place.tp_rank, place.stage) for place in workers}) == len(workers),
-        "workers",
-        [(place.tp_rank, place.stage) for place in workers],
-        "one worker for each rank and stage",
-    )
-    _require(
-        len({place.tp_size for place in workers}) == 1,
-        "workers.tp_size",
-        [place.tp_size for place in workers],
-        "one size for all workers",
-    )
-    for place in workers:
-        ranks = f"0 .. {place.tp_size - 1}"
-        _require(0 <= place.tp_rank < place.tp_size, "workers.tp_rank", place.tp_rank, ranks)
-        _require(place.stage >= 0, "workers.stage", place.stage, "0 or more")
-
-
 def _convert(hint: Any, name: str, value: Any) -> Any:
     """Turn a table's value into what the field holds, or raise ``ConfigError``."""
     if isinstance(hint, UnionType):
         (hint,) = (arm for arm in get_args(hint) if arm is not NoneType)
     if get_origin(hint) is tuple:
-        _require(isinstance(value, list | tuple), name, value, "a list")
+        require(isinstance(value, list | tuple), name, value, "a list")
         return tuple(_convert(get_args(hint)[0], name, item) for item in value)
     if isinstance(hint, type) and is_dataclass(hint):
         if isinstance(value, hint):
             return value
-        _require(isinstance(value, Mapping), name, value, "a table")
+        require(isinstance(value, Mapping), name, value, "a table")
         return from_table(hint, value, name)
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         known = [member.value for member in hint]
         near = nearest(value, known) if isinstance(value, str) else ""
-        _require(value in known, name, value, ", ".join(known) + near)
+        require(value in known, name, value, ", ".join(known) + near)
         return hint(value)
     if name.endswith("_bytes"):
         return _named(parse_size, name, value)
     if hint is float and type(value) is int:
-        _require(abs(value) <= sys.float_info.max, name, value, "a number that a float holds")
+        require(abs(value) <= sys.float_info.max, name, value, "a number that a float holds")
         return float(value)
-    _require(type(value) is hint, name, value, f"a {hint.__name__}")
+    require(type(value) is hint, name, value, f"a {hint.__name__}")
     return value
 
 

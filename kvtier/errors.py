@@ -29,6 +29,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Final
+
+_SHOWN_CHARACTERS: Final = 120
 
 
 class KVTierError(Exception):
@@ -115,3 +118,18 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
     """
     found = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)
     return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def shortly(value: object) -> str:
+    """Return a value as a message shows it: as Python writes it, a long one cut.
+
+    >>> shortly("ab" * 500).count("ab")
+    49
+    """
+    try:
+        text = repr(value)
+    except ValueError:  # A number of so many digits as Python writes none.
+        text = f"a very long {type(value).__name__}"
+    if len(text) <= _SHOWN_CHARACTERS:
+        return text
+    return f"{text[: _SHOWN_CHARACTERS - 20]}...{text[-1]} ({len(text)} characters)"

@@ -5,6 +5,7 @@ One table serves the command line, the environment, the file, ``--help`` and the
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,7 +31,8 @@ from kvtier_engine.api.limits import DRAIN_DEADLINE_S
 
 #: The name under which the bundled model is asked for.
 BUNDLED_MODEL: Final = "smollm2-135m"
-
+#: What Python takes for a number is more: blanks, other digits, ``1_000``.
+_FLOAT: Final = r"[+-]?([0-9]{1,64}\.?[0-9]{0,64}|\.[0-9]{1,64})([eE][+-]?[0-9]{1,4})?"
 
 EnumT = TypeVar("EnumT", bound=StrEnum)
 
@@ -84,13 +86,16 @@ class Option:
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise ConfigError("allowed: a text that is not empty")
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise ConfigError("allowed: a text that is not empty, without NUL")
     return value
 
 
 def _maybe_path(value: Any) -> str:
-    return str(Path(_text(value)).expanduser())
+    try:
+        return str(Path(_text(value)).expanduser())
+    except RuntimeError as error:
+        raise ConfigError(f"there is no such home: {error}") from error
 
 
 def _directories(value: Any) -> tuple[str, ...]:
@@ -146,11 +151,9 @@ def _whole(low: int, high: int) -> Callable[[Any], int]:
 
 def _number(low: float, high: float, what: str) -> Callable[[Any], float]:
     def parse(value: Any) -> float:
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = low - 1
-        if isinstance(value, bool) or not low <= number <= high:
+        text = value if isinstance(value, str) else repr(value)
+        number = float(text) if re.fullmatch(_FLOAT, text) else math.nan
+        if not low <= number <= high:
             raise ConfigError(f"allowed: {what} from {low:g} to {high:g}")
         return number
 

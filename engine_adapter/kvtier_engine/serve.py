@@ -41,6 +41,7 @@ from kvtier_engine.engine_series import ENGINE_SERIES, ENGINE_TENANT_SERIES
 from kvtier_engine.held import CacheHeld
 from kvtier_engine.kv_pool import KVPool
 from kvtier_engine.link import Link, NoLink
+from kvtier_engine.models.config import ModelConfig
 from kvtier_engine.namespace import namespace_of
 from kvtier_engine.options import DtypeChoice
 from kvtier_engine.refusal import EngineLimits
@@ -50,7 +51,7 @@ from kvtier_engine.settings import EngineConfig, Settings
 from kvtier_engine.snapshot import Snapshot
 from kvtier_engine.status import Facts, health_of, is_degraded, stats_of, told_pins
 from kvtier_engine.tokenizer import Tokenizer
-from kvtier_engine.weights.load import LoadedModel, kv_layout, load_model
+from kvtier_engine.weights.load import LoadedModel, kv_layout, load_model, model_config
 
 _log = logging.getLogger(__name__)
 
@@ -174,6 +175,7 @@ def build(settings: Settings) -> Server:
     """
     config = settings.config
     device = device_name(config.device)
+    _check_model(config, model_config(config.model))
     dtype = None if config.dtype is DtypeChoice.AUTO else config.dtype.value
     weights_id = config.weights_id or None
     loaded = load_model(config.model, device=device, dtype=dtype, weights_id=weights_id)
@@ -318,6 +320,21 @@ def _tiers_boundary(
     return Tiers(cache, worker, namespace), ""
 
 
+def _check_model(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ``ConfigError`` for what is not to be had with this model, before it is loaded."""
+    heads, parts, wanted = model.kv_heads, config.head_groups, config.max_model_len
+    if heads % parts and parts % heads:
+        divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise ConfigError(
+            f"--head-groups {parts}: the model has {heads} KV heads; allowed: {divisors}, or a "
+            f"multiple of {heads}"
+        )
+    if wanted > model.context_tokens:
+        raise ConfigError(
+            f"--max-model-len {wanted}: the model knows {model.context_tokens} tokens"
+        )
+
+
 def _sequences_max(config: EngineConfig) -> int:
     return config.max_num_seqs + QUEUED_SEQUENCES_MAX
 
@@ -331,10 +348,7 @@ def _context_tokens(config: EngineConfig, loaded: LoadedModel, pool: KVPool) -> 
             f"--kv-bytes {format_size(config.kv_bytes)} holds {held} tokens, less than a chunk of "
             f"{config.chunk_tokens}; allowed: {needed} or more"
         )
-    known = loaded.config.context_tokens
-    wanted = config.max_model_len
-    if wanted > known:
-        raise ConfigError(f"--max-model-len {wanted}: the model knows {known} tokens")
+    known, wanted = loaded.config.context_tokens, config.max_model_len
     if wanted > held:
         raise ConfigError(
             f"--max-model-len {wanted} does not fit into --kv-bytes "

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvtier.config import CacheConfig, DiskConfig, Durability, RemoteConfig, WriteMode, format_size
-from kvtier.errors import ConfigError, nearest
+from kvtier.errors import ConfigError, nearest, shortly
 from kvtier.registry import split_codec
 from kvtier_engine.options import (
     BY_NAME,
@@ -190,7 +190,7 @@ def _parsed(option: Option, raw: Any, where: str) -> Any:
     try:
         return option.parse(raw)
     except ConfigError as error:
-        shown = _MASK if option.secret else repr(raw)
+        shown = _MASK if option.secret else shortly(raw)
         raise ConfigError(f"{where}: bad value {shown}; {error}") from error
 
 
@@ -242,7 +242,7 @@ def _from_file(path: str) -> dict[str, Any]:
             table = tomllib.load(file)
     except OSError as error:
         raise ConfigError(f"--config: cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--config: {path} is not valid TOML: {error}") from error
     for name in table:
         if name not in BY_NAME:

@@ -8,7 +8,7 @@ from typing import Final
 from kvtier.cache.below.encoder import named_encoder
 from kvtier.config import CacheConfig, DiskConfig, RemoteConfig, parse_size
 from kvtier.errors import ConfigError, MissingExtraError, RegistryError, nearest
-from kvtier.registry import connectors, split_scheme
+from kvtier.registry import connectors, policies, split_scheme
 from kvtier_server.credentials import Door, Tokens, is_credential, read_tokens
 from kvtier_server.options import Options
 from kvtier_server.settings import DaemonConfig, parse_address, tls_files
@@ -59,6 +59,10 @@ def _cache_config(options: Options) -> CacheConfig:
         _check_remote(url)
     _check_remote_codec(options)
     policy, dram_bytes = options.policy, _size("--dram", options.dram)
+    if policy not in policies.names():
+        known = policies.names()
+        allowed = f"{', '.join(known)}{nearest(policy, known)}"
+        raise ConfigError(f"--policy = {policy!r}: allowed is {allowed}")
     try:
         return CacheConfig(
             dram_bytes,
@@ -75,7 +79,10 @@ def _cache_config(options: Options) -> CacheConfig:
 
 
 def _disk_config(options: Options) -> DiskConfig:
-    first, *more = [str(Path(path).expanduser()) for path in options.disk]
+    try:
+        first, *more = [str(Path(path).expanduser()) for path in options.disk]
+    except RuntimeError as error:
+        raise ConfigError(f"--disk = {list(options.disk)}: {error}") from error
     return DiskConfig(first, options.disk_bytes, more_paths=tuple(more), policy=options.policy)
 
 

@@ -16,8 +16,12 @@ from kvtier.constants import (
     DAEMON_DRAIN_S,
     DAEMON_IDLE_S_MAX,
 )
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, shortly
 
+#: A text is no longer than a path may be.
+_TEXT_MAX: Final = 4096
+#: 2**32 - 1 stands for no user: chown(2).
+_UID_MAX: Final = 2**32 - 2
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 #: A table of the file: how much single credentials may hold.
 _QUOTAS: Final = "quotas"
@@ -71,13 +75,29 @@ def read_options(path: str | None, given: Mapping[str, Any]) -> Options:
         if not separator:
             name, separator, rest = str(error).partition(":")
         raise ConfigError(f"{_flag(name, path, given)}{separator}{rest}") from error
+    for name in _NAMES:
+        _check_texts(_flag(name, path, given), getattr(options, name))
     _check(options)
     return options
 
 
+def _check_texts(where: str, value: object) -> None:
+    """Refuse texts that name nothing, a path that no system call takes among them."""
+    for text in value if isinstance(value, tuple) else (value,):
+        fits = not isinstance(text, str) or (0 < len(text) <= _TEXT_MAX and "\0" not in text)
+        if not fits:
+            # There may be a password in a URL.
+            shown = "(hidden)" if "://" in str(text) else shortly(text)
+            allowed = f"a text of 1 to {_TEXT_MAX} characters without NUL"
+            raise ConfigError(f"{where} = {shown}: allowed is {allowed}")
+
+
 def _check(options: Options) -> None:
+    for uid in options.allow_uid:
+        if not 0 <= uid <= _UID_MAX:
+            raise ConfigError(f"--allow-uid = {shortly(uid)}: allowed is 0 to {_UID_MAX}")
     if not 1 <= options.connections <= 65_536:
-        raise ConfigError(f"--connections = {options.connections}: allowed is 1 to 65536")
+        raise ConfigError(f"--connections = {shortly(options.connections)}: allowed is 1 to 65536")
     if not 1 <= options.idle_seconds <= 86_400:
         raise ConfigError(f"--idle-seconds = {options.idle_seconds}: allowed is 1 to 86400")
     if not 0 <= options.drain_seconds <= 3600:
@@ -97,7 +117,7 @@ def _table(path: str) -> dict[str, Any]:
         raise ConfigError(f"--config = {path!r}: allowed are {DAEMON_CONFIG_BYTES_MAX} bytes")
     try:
         table = tomllib.loads(data.decode())
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--config = {path!r}: this is no TOML: {error}") from error
     reject_unknown(table, _NAMES, path)
     # A size may be a number, too, and one address, directory, URL or user no list.
@@ -123,7 +143,7 @@ def _check_no_secret(path: str, url: object) -> None:
 def _quotas(path: str, table: object) -> dict[str, int]:
     """Return the bytes that each credential may hold, as the file says."""
     if not isinstance(table, dict):
-        raise ConfigError(f"{path}: {_QUOTAS} = {table!r}: allowed is a table of sizes")
+        raise ConfigError(f"{path}: {_QUOTAS} = {shortly(table)}: allowed is a table of sizes")
     quotas = {}
     for name, size in table.items():
         try:

@@ -57,7 +57,7 @@ def load_model(
     ``ConfigError`` that names what is missing or not supported.
     """
     folder = model_folder(model)
-    config = parse_config(read_json(folder / "config.json"), str(folder / "config.json"))
+    config = model_config(model)
     compute_dtype = _compute_dtype(config, device, dtype)
     tokenizer = load_tokenizer(folder)
     if tokenizer.vocab_size > config.vocab_size:
@@ -79,6 +79,15 @@ def load_model(
         weights_id=tensors.weights_id() if weights_id is None else weights_id,
         dtype=compute_dtype,
     )
+
+
+def model_config(model: str) -> ModelConfig:
+    """Return what a model is, as ``load_model`` takes it, without its weights.
+
+    Raises ``ConfigError`` as that does.
+    """
+    path = model_folder(model) / "config.json"
+    return parse_config(read_json(path), str(path))
 
 
 def kv_layout(
