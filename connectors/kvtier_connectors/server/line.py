@@ -170,9 +170,9 @@ class Line:
             for number, asked in left.items():
                 self._forget(number, asked)
 
-    def release(self, number: int) -> None:
-        """End a lease: with the next request, or when the loop has nothing else to do."""
-        self._released.append(number)
+    def release(self, *numbers: int) -> None:
+        """End leases: with the next request, or when the loop has nothing else to do."""
+        self._released += numbers
         if self._releasing is None:
             self._releasing = self._loop.call_soon(self._release)
 

@@ -58,17 +58,28 @@ class SharedPath:
     async def read(
         self, line: Line, requests: Sequence[ReadRequest], into: Sequence[memoryview]
     ) -> list[ReadOutcome]:
-        """Lease objects, copy what there is of a range of each, release them.
+        """Lease objects, copy what there is of a range of each, release them in one go.
 
         A ``NotSharedError`` is the outcome of what is to be read by the socket. Raises a
         ``ConnectorError`` of a line that is not usable.
         """
-        keys = [bytes(each.key) for each in requests]
+        held: list[int] = []
 
         async def copy(index: int, leased: Leased) -> ReadOutcome:
-            return await self._copied(line, leased, requests[index].offset, into[index])
+            held.append(leased.request)
+            offset, target = requests[index].offset, into[index]
+            data = (await self._view(leased))[offset : offset + len(target)]
+            await copied(data, target[: len(data)])
+            return len(data)
 
-        return await _each_leased(line, keys, copy)
+        try:
+            outcomes = await _each_leased(line, [bytes(each.key) for each in requests], copy)
+            if not held or line.holds:
+                return outcomes
+            gone = ConnectorUnavailableError("the server has gone while its memory was read")
+            return [gone if isinstance(each, int) else each for each in outcomes]
+        finally:
+            line.release(*held)
 
     async def lend(self, line: Line, keys: Sequence[bytes], undo: ExitStack) -> list[LendOutcome]:
         """Lease objects, and leave them where they are. Outcomes and errors are as of ``read``.
@@ -85,19 +96,6 @@ class SharedPath:
             return loan
 
         return await _each_leased(line, keys, keep)
-
-    async def _copied(
-        self, line: Line, leased: Leased, offset: int, into: memoryview
-    ) -> ReadOutcome:
-        try:
-            view = await self._view(leased)
-            data = view[offset : offset + len(into)]
-            await copied(data, into[: len(data)])
-            if not line.holds:
-                raise ConnectorUnavailableError("the server has gone while its memory was read")
-            return len(data)
-        finally:
-            line.release(leased.request)
 
     async def write(self, line: Line, key: bytes, data: memoryview) -> Message:
         """Stage an object and have the server take it; return its answer.
