@@ -145,9 +145,11 @@ def _checked(key: str, where: str) -> str:
 def _why(error: HTTPError) -> str:
     """Return what a server says of its refusal, or that it is not one of ours."""
     try:
-        message = json.loads(error.read(_ANSWER_BYTES_MAX))["error"]["message"]
+        fault = json.loads(error.read(_ANSWER_BYTES_MAX))["error"]
+        message, word = fault["message"], fault["type"]
     except (OSError, HTTPException, ValueError, RecursionError, LookupError, TypeError):
-        message = None
-    if message is None or error.code in {404, 405}:
+        message = word = None
+    no_path = error.code in {404, 405} and word != "unknown_credential"
+    if message is None or no_path:
         return f"this is no cache server of KVTier (kvtier daemon): {error.code} {error.reason}"
     return f"{message} (--token-file)" if error.code == 401 else str(message)

@@ -19,7 +19,7 @@ from kvtier.obs.dashboard.history import History
 from kvtier.obs.prometheus import registry_of
 from kvtier_server.dashboard import add_dashboard
 from kvtier_server.figures import SERIES, health_of
-from kvtier_server.gate import Control, known
+from kvtier_server.gate import Control, UnknownCredentialError, known
 from kvtier_server.messages import Fault, Ready, Refusal
 from kvtier_server.object_routes import object_routes
 from kvtier_server.routes import server_routes
@@ -77,6 +77,8 @@ def _add_health(app: FastAPI, control: Control) -> None:
 async def _refused(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException), "it is called for these alone"
     word = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
+    if isinstance(error, UnknownCredentialError):  # What is not found otherwise is a path.
+        word = "unknown_credential"
     return _refusal(error.status_code, word, str(error.detail), error.headers)
 
 

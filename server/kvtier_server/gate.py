@@ -10,11 +10,16 @@ from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException
 
+from kvtier.errors import nearest
+from kvtier.keys import tenant_digest
 from kvtier_server.access import Caller, caller_of, from_elsewhere
+from kvtier_server.credentials import DEFAULT
 from kvtier_server.disk_check import DiskCheck
 from kvtier_server.figures import Snapshot
 from kvtier_server.keeper import Keeper
 from kvtier_server.live import Live
+
+_NAMES_TOLD_MAX: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +88,42 @@ async def operating(caller: Changing) -> Caller:
 Operating = Annotated[Caller, Depends(operating)]
 
 
-def touched(caller: Caller, credential: str | None) -> str:
+class UnknownCredentialError(HTTPException):
+    """A credential that is named and that nobody can be."""
+
+
+def known_names(control: Control) -> set[str]:
+    """Return all names that credentials are known to have."""
+    config = control.live.config
+    tokens = config.door.tokens.by_name if config.door.tokens is not None else {}
+    uids = {f"uid-{uid}" for uid in config.door.uids}
+    return {DEFAULT, *tokens, *uids, *config.quotas, *control.credentials()}
+
+
+def touched(control: Control, caller: Caller, credential: str | None) -> str:
     """Return whose objects are meant, the caller's own unless others are named.
 
-    Raises ``HTTPException`` for others that are not the caller's to touch.
+    Raises ``HTTPException`` for others that are not the caller's to touch, and for a name that
+    nobody has: nothing would come of it, and whoever mistyped it would not know.
     """
     name = credential or caller.credential
     if not caller.may_touch(name):
         raise HTTPException(403, "only an operator may touch what another credential has")
+    check_known(control, name)
     return name
+
+
+def check_known(control: Control, name: str) -> None:
+    """Raise ``UnknownCredentialError`` for the name of none, to an operator: it tells the others.
+
+    Certificates may give any name; and what lies here may be of one that has no way in any more.
+    """
+    names = known_names(control)
+    if name in names or control.live.config.door.certificates:
+        return
+    if tenant_digest(name) in {held.tenant for held in control.keeper.held()}:
+        return
+    listed = ", ".join(sorted(names)[:_NAMES_TOLD_MAX])
+    raise UnknownCredentialError(
+        404, f"no credential is named {name!r}{nearest(name, names)}; known are {listed}"
+    )

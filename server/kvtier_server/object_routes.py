@@ -28,13 +28,17 @@ from kvtier_server.messages import (
 )
 from kvtier_server.routes import refusals
 
-object_routes: Final = APIRouter(prefix="/v1", responses=refusals(400, 401, 403, 413, 422, 503))
+object_routes: Final = APIRouter(
+    prefix="/v1", responses=refusals(400, 401, 403, 404, 409, 413, 422, 503)
+)
 
 
 @object_routes.post("/evict")
 async def evict(control: TheControl, caller: Changing, body: Evict) -> Evicted:
     """Let objects go from DRAM, disk or both, as if they made room; a remote keeps its copy."""
-    name = touched(caller, body.objects.credential)
+    name = touched(control, caller, body.objects.credential)
+    if set(body.tiers) == {"disk"} and control.live.config.cache.disk is None:
+        raise HTTPException(409, "there is no disk to be evicted from")
     count = await control.keeper.evict(name, _keys(body.objects), body.tiers)
     return Evicted(credential=name, **{each.value: count[each] for each in Eviction})
 
@@ -42,7 +46,7 @@ async def evict(control: TheControl, caller: Changing, body: Evict) -> Evicted:
 @object_routes.post("/pin")
 async def pin(control: TheControl, caller: Changing, body: Pin) -> Pinned:
     """Keep what lies in DRAM or on disk from eviction, until the time is over or it is unpinned."""
-    name = touched(caller, body.objects.credential)
+    name = touched(control, caller, body.objects.credential)
     count = await control.keeper.pin(name, _keys(body.objects), body.seconds)
     absent, pinned = count.pop(MissReason.ABSENT, 0), count.pop(None, 0)
     return Pinned(credential=name, pinned=pinned, absent=absent, no_room=count.total())
@@ -51,7 +55,7 @@ async def pin(control: TheControl, caller: Changing, body: Pin) -> Pinned:
 @object_routes.post("/unpin")
 async def unpin(control: TheControl, caller: Changing, body: Unpin) -> Unpinned:
     """Let objects leave when their turn comes."""
-    name = touched(caller, body.objects.credential)
+    name = touched(control, caller, body.objects.credential)
     count = await control.keeper.unpin(name, _keys(body.objects))
     return Unpinned(credential=name, unpinned=count[True], absent=count[False])
 
@@ -59,7 +63,7 @@ async def unpin(control: TheControl, caller: Changing, body: Unpin) -> Unpinned:
 @object_routes.post("/warm")
 async def warm(control: TheControl, caller: Changing, body: Warm) -> Warmed:
     """Bring objects up into DRAM: those named from disk or remotes, or all that lie on disk."""
-    name = touched(caller, body.objects.credential)
+    name = touched(control, caller, body.objects.credential)
     count = await control.keeper.warm(name, _keys(body.objects), body.seconds)
     return Warmed(credential=name, **asdict(count))
 
@@ -67,7 +71,7 @@ async def warm(control: TheControl, caller: Changing, body: Warm) -> Warmed:
 @object_routes.post("/invalidate")
 async def invalidate(control: TheControl, caller: Changing, body: Invalidate) -> Invalidated:
     """Have objects never found again: those named, in every tier; or all, by a new epoch."""
-    name = touched(caller, body.objects.credential)
+    name = touched(control, caller, body.objects.credential)
     keys = _keys(body.objects)
     if keys is not None:
         removed, busy = await control.keeper.remove(name, keys)

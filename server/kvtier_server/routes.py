@@ -9,9 +9,8 @@ from starlette.exceptions import HTTPException
 
 from kvtier.errors import ConfigError
 from kvtier.keys import tenant_digest
-from kvtier_server.credentials import DEFAULT
 from kvtier_server.figures import stats_of
-from kvtier_server.gate import Control, Known, Operating, TheControl
+from kvtier_server.gate import Known, Operating, TheControl, check_known, known_names
 from kvtier_server.messages import (
     Draining,
     Namespace,
@@ -30,6 +29,7 @@ _REFUSALS: Final[dict[int | str, dict[str, Any]]] = {
     400: {"model": Refusal, "description": "The body is no text."},
     401: {"model": Refusal, "description": "No token, or a wrong one."},
     403: {"model": Refusal, "description": "The token is of somebody who may not."},
+    404: {"model": Refusal, "description": "No credential has the name."},
     409: {"model": Refusal, "description": "Not now, or not while the server runs."},
     413: {"model": Refusal, "description": "The body is too long."},
     422: {"model": Refusal, "description": "The body is not what is asked for."},
@@ -50,7 +50,7 @@ _CHANGES: Final = refusals(400, 403, 409, 413, 422)
 @server_routes.get("/kvtier/stats", include_in_schema=False)
 async def stats(control: TheControl, caller: Known) -> dict[str, Any]:
     """Everything that is counted, as ``kvtier stat`` reads it; to a credential, its own by name."""
-    return stats_of(control.snapshot(), sorted(filter(caller.may_touch, _names(control))))
+    return stats_of(control.snapshot(), sorted(filter(caller.may_touch, known_names(control))))
 
 
 @server_routes.get("/config")
@@ -72,7 +72,7 @@ async def reload(control: TheControl, _caller: Operating) -> Reloaded:
 async def namespaces(control: TheControl, caller: Known) -> Namespaces:
     """What lies in DRAM and on disk, by credential and epoch; to a credential, what is its own."""
     config, keeper = control.live.config, control.keeper
-    names = {tenant_digest(name): name for name in _names(control)}
+    names = {tenant_digest(name): name for name in known_names(control)}
     found = []
     for held in keeper.held():
         name = names.get(held.tenant)
@@ -96,7 +96,7 @@ async def namespaces(control: TheControl, caller: Known) -> Namespaces:
 @server_routes.get("/pin")
 async def pins(control: TheControl, caller: Known) -> Pins:
     """What is pinned and for how much longer, by credential; to a credential, what is its own."""
-    names = {tenant_digest(name): name for name in _names(control)}
+    names = {tenant_digest(name): name for name in known_names(control)}
     return Pins(
         pins=[
             PinRow(
@@ -121,9 +121,11 @@ async def quotas(control: TheControl, caller: Known) -> Quotas:
     return Quotas(quota_bytes=config.quota_bytes, quotas=single)
 
 
-@server_routes.put("/quotas", responses=_CHANGES)
+@server_routes.put("/quotas", responses={**_CHANGES, **refusals(404)})
 async def set_quota(control: TheControl, caller: Operating, body: SetQuota) -> Quotas:
     """Bound what a credential may hold, from now on, until the settings are read anew."""
+    if body.credential is not None:
+        check_known(control, body.credential)
     try:
         control.live.set_quota(body.credential, body.quota_bytes)
     except ConfigError as error:
@@ -152,11 +154,3 @@ async def drain(control: TheControl, _caller: Operating) -> Draining:
     """Stop as at SIGTERM: let nobody in, finish what runs, write out what is dirty, end."""
     control.stop()
     return Draining(draining=True)
-
-
-def _names(control: Control) -> set[str]:
-    """Return all names that credentials are known to have."""
-    config = control.live.config
-    tokens = config.door.tokens.by_name if config.door.tokens is not None else {}
-    uids = {f"uid-{uid}" for uid in config.door.uids}
-    return {DEFAULT, *tokens, *uids, *config.quotas, *control.credentials()}

@@ -21,7 +21,7 @@ from tests.lib.daemon import Daemon, daemon
 MIB = 1 << 20
 OPERATOR = "secret-of-operators"
 #: Each test has two credentials of its own.
-NAMES = [f"{name}-{number}" for number in range(9) for name in ("ann", "ben")]
+NAMES = [f"{name}-{number}" for number in range(10) for name in ("ann", "ben")]
 KEYS = [b"key %d" % number for number in range(8)]
 HEX = [key.hex() for key in KEYS]
 
@@ -294,4 +294,49 @@ async def test_a_remote_gives_back_what_was_evicted_and_forgets_what_is_invalida
         told = ok(running.ask("POST", "/v1/invalidate", body, who.ann_token))
         assert (told["removed"], told["busy"]) == (8, 0)
         assert await held(running, folder, who.ann) == [False] * 8
+        assert running.stop() == 0
+
+
+def test_a_credential_that_nobody_has_is_an_error_that_names_those_that_are(
+    running: Daemon, folder: Path, who: Who
+) -> None:
+    """Whoever mistyped it would believe that it was done."""
+    operator = (f"--token-file={folder}/operators", f"--credential={who.ann}x")
+    for command in ("evict", "unpin", "warm", "invalidate", "pin"):
+        more = ["--seconds=1"] if command == "pin" else []
+        ended = CliRunner().invoke(app, [command, running.http, "--all", *operator, *more])
+        assert ended.exit_code, ended.output
+        said = str(ended.exception)
+        assert f"no credential is named '{who.ann}x' (did you mean '{who.ann}'?)" in said
+        assert f"known are {min(NAMES)}, " in said
+    body = {"credential": f"{who.ann}x", "quota_bytes": 1}
+    status, told = running.ask("PUT", "/v1/quotas", body, OPERATOR)
+    assert (status, told["error"]["type"]) == (404, "unknown_credential")
+    assert f"{who.ann}x" not in running.get("/v1/quotas", OPERATOR)["quotas"]
+    assert running.ask("POST", "/v1/evicted", {}, OPERATOR)[1]["error"]["type"] == "not_found"
+
+
+async def test_what_lies_here_for_a_credential_without_a_token_can_be_invalidated(
+    tmp_path: Path,
+) -> None:
+    """It was withdrawn, and the server started anew: nobody has that name, and its objects do."""
+    (tmp_path / "tokens").write_text("ann secret-of-ann\nben secret-of-ben\n")
+    (tmp_path / "operators").write_text(OPERATOR)
+    options = (
+        f"--token-file={tmp_path}/tokens",
+        f"--admin-token-file={tmp_path}/operators",
+        f"--disk={tmp_path}/disk",
+        "--disk-bytes=256MiB",
+    )
+    with daemon(*options) as running:
+        await store(running, tmp_path, "ben")
+        assert running.stop() == 0
+    (tmp_path / "tokens").write_text("ann secret-of-ann\n# nobody else\ncat secret-of-cat\n")
+    with daemon(*options) as running:
+        wait_until(lambda: running.get("/ready")["ready"], "its disk is not open")
+        body = {"objects": {"all": True, "credential": "ben"}}
+        told = ok(running.ask("POST", "/v1/invalidate", body, OPERATOR))
+        assert told["epoch"] == 1
+        body["objects"]["credential"] = "dan"
+        assert running.ask("POST", "/v1/invalidate", body, OPERATOR)[0] == 404
         assert running.stop() == 0

@@ -109,6 +109,8 @@ def test_the_command_line_says_what_is_wrong_with_a_server(bare: Daemon, tmp_pat
     assert said("pin", bare.http, "--seconds=1").endswith("of kvtier-serve: --file")
     assert "--key: allowed is a key" in said("evict", bare.http, "--key=xyz")
     assert "there is no disk" in said("verify", bare.http)
+    assert "there is no disk" in said("evict", bare.http, "--all", "--tier=disk")
+    assert "known are default" in said("invalidate", bare.http, "--all", "--credential=nobody")
     assert "allowed is one" in said("warm", "--all")
     assert "prompts, for kvtier-serve" in said("warm", bare.http, "--file=x", "--all")
     tokens = tmp_path / "tokens"
