@@ -79,6 +79,8 @@ class Parser:
             if self._target is not None:
                 return self._target[self._filled :]
             return _NOWHERE[: self._left]
+        if not self._end:
+            return self._buffer
         if self._end == len(self._buffer):
             self._move_down()
         free = self._buffer[self._end :]

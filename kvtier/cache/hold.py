@@ -18,10 +18,14 @@ from kvtier.types import ChunkHit, LoadOutcome, Tier
 class Hold:
     """One pinned chunk of one shard. Any thread may release it; nobody else writes its slot."""
 
+    __slots__ = ("_index", "_left", "_lock", "_record", "codec", "slot")
+
     def __init__(self, context: LoadContext, record: DramRecord, left: Callable[[], None]) -> None:
         """Pin it, under the cache's lock. ``left`` is called under it at the end."""
         self._lock, self._left = context.lock, left
-        self._lease = context.dram.index.lease([record])
+        self._index = context.dram.index
+        self._record: DramRecord | None = record
+        self._index.pin(record)
         #: What packed it.
         self.codec = record.codec
         #: Where it lies in the arena, its header included.
@@ -30,8 +34,10 @@ class Hold:
     def release(self) -> None:
         """Let it go. A second call does nothing."""
         with self._lock:
-            self._lease.release()
-            self._left()
+            record, self._record = self._record, None
+            if record is not None:
+                self._index.unpin(record)
+                self._left()
 
 
 def hold_first(

@@ -33,10 +33,8 @@ class Sequence:
         With ``keep_tokens`` it can tell what its complete chunks stand for. Raises ``ConfigError``
         for a root or a time of the features that cannot be.
         """
-        for name, seconds_max in (("ttl_s", TTL_S_MAX), ("pin_s", PIN_S_MAX)):
-            seconds = getattr(features, name)
-            if not 0 <= seconds <= seconds_max:  # Not a number is neither.
-                raise ConfigError(f"{name} = {seconds!r}: allowed is 0 to {seconds_max:g}")
+        if features is not _FEATURES_DEFAULT:
+            _check_times(features)
         if len(root) != DIGEST_BYTES:
             raise ConfigError(f"root has {len(root)} bytes; a namespace digest has {DIGEST_BYTES}")
         self._namespace = namespace
@@ -145,3 +143,10 @@ class Sequence:
         """
         assert 0 <= index <= len(self._chunk_keys), f"chunk {index} of {len(self._chunk_keys)}"
         return self._chunk_keys[index - 1] if index else None
+
+
+def _check_times(features: Features) -> None:
+    for name, seconds_max in (("ttl_s", TTL_S_MAX), ("pin_s", PIN_S_MAX)):
+        seconds = getattr(features, name)
+        if not 0 <= seconds <= seconds_max:  # Not a number is neither.
+            raise ConfigError(f"{name} = {seconds!r}: allowed is 0 to {seconds_max:g}")

@@ -188,7 +188,9 @@ class Line:
     def arrived(self, frame: Frame) -> None:
         """See ``Owner``."""
         message = frame.message
-        if isinstance(message, Refused):
+        if self._version == WIRE_VERSION and isinstance(message, _ANSWERS):
+            self._end(message.request, message, 0)  # It was welcomed, and takes all kinds.
+        elif isinstance(message, Refused):
             status = Status.REFUSED if message.status is Status.OK else message.status
             status = Status.UNAVAILABLE if status is Status.ABSENT else status
             self._lose(failure(status, message.text))
