@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
+from kvtier.constants import WIRE_BYTES_PER_S_MIN
 from kvtier.errors import ConnectorError, ConnectorUnavailableError
 
 _Job = TypeVar("_Job")
@@ -16,6 +18,16 @@ Hop = Callable[[Callable[..., Any]], Callable[..., Awaitable[Any]]]
 
 #: Shares of calls that may run or wait for a thread; what comes on top fails rather than waits.
 SHARES_MAX: Final = 256
+
+#: A call has several turns, as a look at a header, its parts and what clears up after them, each of
+#: which may meet with silence. What takes longer than so many, and than its bytes take at the
+#: lowest rate, does not count as coming: a store that sends a byte now and then is never silent.
+SILENCES_MAX: Final = 4
+
+
+def call_s_max(silence_s: float, nbytes: int) -> float:
+    """Return how long a call may take of a store that may be silent for so long at a time."""
+    return SILENCES_MAX * silence_s + nbytes / WIRE_BYTES_PER_S_MIN
 
 
 class Halt:
@@ -72,20 +84,27 @@ class Threads:
             return ConnectorUnavailableError("too many calls wait for the store")
         return None
 
-    async def gather(self, shares: Sequence[Awaitable[_T]], halt: Halt) -> list[_T]:
+    async def gather(
+        self, shares: Sequence[Awaitable[_T]], halt: Halt, limit_s: float = math.inf
+    ) -> list[_T]:
         """Return what the shares return; they run in ``executor`` and raise nothing.
 
-        When we are cancelled ``halt`` is set, and we return once every share has ended.
+        When we are cancelled, and when ``limit_s`` are over, ``halt`` is set, and we return once
+        every share has ended.
         """
         futures = [asyncio.ensure_future(share) for share in shares]
         self._shares += len(futures)
         cancelled = False
+        left_s = None if math.isinf(limit_s) else limit_s
         while futures and not all(future.done() for future in futures):
             try:
-                await asyncio.wait(futures)
+                _, running = await asyncio.wait(futures, timeout=left_s)
             except asyncio.CancelledError:
                 cancelled = True
+                running = set(futures)
+            if running:
                 halt.set()
+                left_s = None
         self._shares -= len(futures)
         if cancelled:
             raise asyncio.CancelledError
@@ -98,8 +117,11 @@ class Threads:
         *,
         shares_max: int,
         hop: Hop | None = None,
+        limit_s: float = math.inf,
     ) -> list[_T | ConnectorError]:
         """Do the jobs in as many threads at once; return what comes of each, in their order.
+
+        What is not over within ``limit_s`` is given up, as when the call is cancelled.
 
         ``function`` raises nothing but ``ConnectorError``, which is an outcome. ``hop`` takes a
         function to a thread where the loop's own way is not wanted.
@@ -111,7 +133,7 @@ class Threads:
         run = (hop or _hop)(_do_share)
         shares = [run(function, jobs[n::count], halt, executor=self.executor) for n in range(count)]
         outcomes: list[_T | ConnectorError] = [ConnectorUnavailableError() for _ in jobs]
-        for start, share in enumerate(await self.gather(shares, halt)):
+        for start, share in enumerate(await self.gather(shares, halt, limit_s)):
             outcomes[start::count] = share
         return outcomes
 

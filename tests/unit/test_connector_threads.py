@@ -63,3 +63,27 @@ async def test_more_shares_than_the_limit_are_refused_until_some_have_ended() ->
     assert isinstance(threads.refusal(SHARES_MAX + 1), ConnectorUnavailableError)
     threads.close()
     assert isinstance(threads.refusal(0), ConnectorUnavailableError)
+
+
+async def test_what_takes_longer_than_it_may_is_given_up_and_awaited() -> None:
+    threads, ended = Threads(1, "kvtier-test"), threading.Event()
+
+    def work(job: int, halt: Halt) -> int:
+        asked = threading.Event()
+        halt.when_set(asked.set)
+        assert asked.wait(30)
+        ended.set()
+        return job
+
+    outcomes = await threads.each(work, [1, 2], shares_max=1, limit_s=0.0)
+    assert ended.is_set()
+    assert outcomes[0] == 1, "what it came to counts all the same"
+    assert isinstance(outcomes[1], ConnectorUnavailableError), "the next one is not begun"
+    threads.close()
+
+
+async def test_a_call_that_ends_in_time_is_not_given_up() -> None:
+    threads = Threads(1, "kvtier-test")
+    outcomes = await threads.each(lambda _, halt: halt.is_set(), [1, 2], shares_max=1, limit_s=60.0)
+    assert outcomes == [False, False]
+    threads.close()

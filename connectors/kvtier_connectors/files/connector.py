@@ -15,13 +15,15 @@ from kvtier.errors import ConfigError, ConnectorError, nearest
 from kvtier.interfaces import ReadOutcome
 from kvtier.types import KeyInfo, ReadRequest, WriteItem
 from kvtier_connectors.files.folder import Folder, translated
-from kvtier_connectors.threads import Halt, Threads
+from kvtier_connectors.threads import Halt, Threads, call_s_max
 
 _Job = TypeVar("_Job")
 _T = TypeVar("_T")
 
 THREADS_DEFAULT: Final = 4
 THREADS_MAX: Final = 64
+#: How long a file server may take for a step; what hangs in the system itself nobody can end.
+SILENCE_S: Final = 10.0
 SYNCS: Final = ("none", "each")
 DIRECTS: Final = ("no", "yes")
 
@@ -91,11 +93,15 @@ class FileConnector:
     ) -> list[ReadOutcome]:
         """Fill the buffers. A range that ends behind the object gives what there is of it."""
         pairs = list(zip(requests, into, strict=True))
-        return await self._share_out(lambda pair, halt: self._folder.read(*pair, halt), pairs)
+        nbytes = sum(request.nbytes for request in requests)
+        return await self._share_out(
+            lambda pair, halt: self._folder.read(*pair, halt), pairs, nbytes
+        )
 
     async def write(self, items: Sequence[WriteItem]) -> list[ConnectorError | None]:
         """Write each file anew and move it into its place."""
-        return await self._share_out(self._folder.write, items)
+        nbytes = sum(item.data.nbytes for item in items)
+        return await self._share_out(self._folder.write, items, nbytes)
 
     async def delete(self, keys: Sequence[bytes]) -> None:
         """Remove the files; what cannot be removed stays."""
@@ -112,11 +118,17 @@ class FileConnector:
         return found
 
     async def _share_out(
-        self, function: Callable[[_Job, Halt], _T], jobs: Sequence[_Job]
+        self, function: Callable[[_Job, Halt], _T], jobs: Sequence[_Job], nbytes: int = 0
     ) -> list[_T | ConnectorError]:
-        """Do the jobs in at most ``threads`` threads; return the outcomes in their order."""
+        """Do the jobs in at most ``threads`` threads; return the outcomes in their order.
+
+        What takes much longer than so many bytes may is given up after the step it is at.
+        """
         guarded = partial(_guarded, function)
-        return await self._threads.each(guarded, jobs, shares_max=self._shares_max, hop=wrap)
+        limit_s = call_s_max(SILENCE_S, nbytes)
+        return await self._threads.each(
+            guarded, jobs, shares_max=self._shares_max, hop=wrap, limit_s=limit_s
+        )
 
     async def list(self, prefix: bytes) -> AsyncIterator[KeyInfo]:
         """Walk through the folder, a part at a time.

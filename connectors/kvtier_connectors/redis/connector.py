@@ -10,10 +10,11 @@ from kvtier.errors import ConnectorError
 from kvtier.interfaces import ReadOutcome
 from kvtier.types import KeyInfo, ReadRequest, WriteItem
 from kvtier_connectors.redis.lanes import Lanes
+from kvtier_connectors.redis.link import ended_by
 from kvtier_connectors.redis.operations import Operations
 from kvtier_connectors.redis.settings import Settings, parse_url
 from kvtier_connectors.redis.topology import open_topology
-from kvtier_connectors.threads import Halt, Threads
+from kvtier_connectors.threads import Halt, Threads, call_s_max
 
 _T = TypeVar("_T")
 
@@ -21,7 +22,7 @@ _T = TypeVar("_T")
 class RedisConnector:
     """A ``Connector`` and ``Listable`` over Redis (6.2 or newer) or Valkey.
 
-    A large object lies in values of 2044 KiB under a name drawn for each write, and a small header
+    A large object lies in values of 1020 KiB under a name drawn for each write, and a small header
     that is written last; so readers see the old object, the new one or none, and an object of which
     the server has evicted a part is a miss. Needs no transaction; scripts only to clear up.
 
@@ -52,12 +53,14 @@ class RedisConnector:
         self, requests: Sequence[ReadRequest], into: Sequence[memoryview]
     ) -> list[ReadOutcome]:
         """Fill the buffers. A range that ends behind the object gives what there is of it."""
-        found = await self._call(lambda operations: operations.read(requests, into))
+        nbytes = sum(request.nbytes for request in requests)
+        found = await self._call(lambda operations: operations.read(requests, into), nbytes)
         return [found for _ in requests] if isinstance(found, ConnectorError) else found
 
     async def write(self, items: Sequence[WriteItem]) -> list[ConnectorError | None]:
         """Write all parts, then the headers, then clear up what the headers replaced."""
-        found = await self._call(lambda operations: operations.write(items))
+        nbytes = sum(item.data.nbytes for item in items)
+        found = await self._call(lambda operations: operations.write(items), nbytes)
         return [found for _ in items] if isinstance(found, ConnectorError) else found
 
     async def delete(self, keys: Sequence[bytes]) -> None:
@@ -89,13 +92,21 @@ class RedisConnector:
                 for info in infos:
                     yield info
 
-    async def _call(self, function: Callable[[Operations], _T]) -> _T | ConnectorError:
-        """Have one thread do it all; return what it returns, or why it could not be done."""
+    async def _call(
+        self, function: Callable[[Operations], _T], nbytes: int = 0
+    ) -> _T | ConnectorError:
+        """Have one thread do it all; return what it returns, or why it could not be done.
+
+        What takes much longer than so many bytes may is broken off, as when it is cancelled.
+        """
 
         def do(call: Callable[[Operations], _T], halt: Halt) -> _T:
-            return call(
-                Operations(self._settings, self._topology, partial(self._lanes.run, halt=halt))
-            )
+            with ended_by(halt):
+                return call(
+                    Operations(self._settings, self._topology, partial(self._lanes.run, halt=halt))
+                )
 
-        (found,) = await self._threads.each(do, [function], shares_max=1)
+        silence_s = self._settings.connect_timeout_s + self._settings.timeout_s
+        limit_s = call_s_max(silence_s, nbytes)
+        (found,) = await self._threads.each(do, [function], shares_max=1, limit_s=limit_s)
         return found

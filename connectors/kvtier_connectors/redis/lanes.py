@@ -12,7 +12,7 @@ from redis import exceptions as redis_errors
 
 from kvtier.constants import MIB
 from kvtier_connectors.redis.errors import translated
-from kvtier_connectors.redis.link import Link
+from kvtier_connectors.redis.link import Link, ended_by
 from kvtier_connectors.redis.replies import ASKING, Command, Reply
 from kvtier_connectors.redis.settings import Node, Settings
 from kvtier_connectors.redis.topology import Topology
@@ -155,7 +155,7 @@ class Lanes:
                 problem = redis_errors.ConnectionError("the call was given up")
                 break
             try:
-                link = self._borrow(lane.node, new=new)
+                link = self._borrow(lane.node, halt, new=new)
             except (redis_errors.RedisError, OSError) as error:
                 problem = error.with_traceback(None)
                 break
@@ -183,7 +183,7 @@ class Lanes:
         self._give_back(link)
         return None
 
-    def _borrow(self, node: Node, *, new: bool) -> Link:
+    def _borrow(self, node: Node, halt: Halt, *, new: bool) -> Link:
         stale: list[Link] = []
         with self._lock:
             idle = self._idle[node]
@@ -197,7 +197,8 @@ class Lanes:
                 stale.append(link)
         for link in stale:
             link.close()
-        return Link(self._settings, node)
+        with ended_by(halt):
+            return Link(self._settings, node)
 
     def _give_back(self, link: Link) -> None:
         with self._lock:

@@ -14,22 +14,74 @@ import ssl
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 from redis import exceptions as redis_errors
 from redis.backoff import NoBackoff
-from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
+from redis.connection import (
+    Connection,
+    ConnectionPool,
+    SSLConnection,
+    UnixDomainSocketConnection,
+)
 from redis.retry import Retry
 
 from kvtier.constants import MIB
 from kvtier_connectors.redis.replies import BUFFER_BYTES, Command, Replies, Reply
 from kvtier_connectors.redis.settings import Kind, Node, Settings
+from kvtier_connectors.threads import Halt
 
 #: Payload and commands under way before the next reply is waited for. A server keeps the answers
 #: to what was asked in memory, so this bounds what a reader costs it.
 WINDOW_BYTES: Final = 8 * MIB
 WINDOW_COMMANDS_MAX: Final = 512
+
+
+_here: Final = threading.local()
+
+
+@contextlib.contextmanager
+def ended_by(halt: Halt) -> Iterator[None]:
+    """Have connections that this thread makes meanwhile shut down when ``halt`` is set.
+
+    A server that sends a byte now and then while they log in, or answers what redis-py asks, is
+    never silent for long.
+    """
+    before, made = getattr(_here, "made", None), _Made(halt, [])
+    _here.made = made
+    try:
+        yield
+    finally:
+        _here.made = before
+        for action in made.actions:
+            halt.forget(action)
+
+
+class _Made(NamedTuple):
+    halt: Halt
+    actions: list[Callable[[], None]]
+
+
+def _noted(made: socket.socket) -> socket.socket:
+    """Return a socket that is connected, to be shut down as its thread has asked for."""
+    here: _Made | None = getattr(_here, "made", None)
+    if here is not None:
+        action = partial(_shut_down, made)
+        here.actions.append(action)
+        here.halt.when_set(action)
+    return made
+
+
+def _shut_down(link: socket.socket) -> None:
+    """Make whoever waits for a socket fail at once. From any thread."""
+    # By another descriptor: TLS would take a shutdown of its own for plain text to come.
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(fileno=os.dup(link.fileno())) as twin,
+    ):
+        twin.shutdown(socket.SHUT_RDWR)
 
 
 class _Tcp(Connection):
@@ -38,7 +90,7 @@ class _Tcp(Connection):
     payload: socket.socket
 
     def _connect(self) -> Any:
-        self.payload = super()._connect()
+        self.payload = _noted(super()._connect())
         return self.payload
 
 
@@ -46,7 +98,7 @@ class _Tls(SSLConnection):
     payload: socket.socket
 
     def _connect(self) -> Any:
-        self.payload = super()._connect()
+        self.payload = _noted(super()._connect())
         return self.payload
 
 
@@ -54,7 +106,7 @@ class _Unix(UnixDomainSocketConnection):
     payload: socket.socket
 
     def _connect(self) -> Any:
-        self.payload = super()._connect()
+        self.payload = _noted(super()._connect())
         return self.payload
 
 
@@ -80,6 +132,15 @@ def connection_options(settings: Settings) -> dict[str, Any]:
             "ssl_cert_reqs": "required",
         }
     return options
+
+
+def pool_of(settings: Settings, node: Node) -> ConnectionPool:
+    """Return redis-py's pool of such connections."""
+    options = connection_options(settings)
+    if settings.kind is Kind.UNIX:
+        return ConnectionPool(_Unix, path=node.host, **options)
+    kind = _Tls if settings.tls else _Tcp
+    return ConnectionPool(kind, host=node.host, port=node.port, **options)
 
 
 class Link:
@@ -144,13 +205,8 @@ class Link:
 
     def abort(self) -> None:
         """Make whoever waits for this connection fail at once. From any thread."""
-        # By another descriptor: TLS would take a shutdown of its own for plain text to come.
-        with (
-            self._lock,
-            contextlib.suppress(OSError),
-            socket.socket(fileno=os.dup(self._socket.fileno())) as twin,
-        ):
-            twin.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            _shut_down(self._socket)
 
     def close(self) -> None:
         """Let go of the connection."""

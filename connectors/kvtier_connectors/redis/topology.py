@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any, Final, Protocol
 
 from redis import Redis
@@ -12,8 +13,8 @@ from redis.sentinel import Sentinel
 
 from kvtier.clock import SystemClock
 from kvtier.interfaces import Clock
-from kvtier_connectors.redis.link import connection_options
-from kvtier_connectors.redis.settings import Kind, Login, Node, Settings
+from kvtier_connectors.redis.link import pool_of
+from kvtier_connectors.redis.settings import Kind, Node, Settings
 
 #: A map of the servers that is younger is not fetched again, however many calls fail.
 REFRESH_S_MIN: Final = 0.25
@@ -86,11 +87,9 @@ class SentinelMaster:
     """The master that the sentinels name."""
 
     def __init__(self, settings: Settings) -> None:
-        options = connection_options(settings) | _login_options(settings.sentinel_login)
-        del options["db"]
-        hosts = [(node.host, node.port) for node in settings.nodes]
-        options["ssl"] = settings.tls is not None
-        self._sentinel = Sentinel(hosts, sentinel_kwargs=options)
+        asked = replace(settings, login=settings.sentinel_login, database=0)
+        self._sentinel = Sentinel([])
+        self._sentinel.sentinels = [client_of(asked, node) for node in settings.nodes]
         self._service = settings.service
         self._lock = threading.Lock()
         self._master: Node | None = None
@@ -166,10 +165,7 @@ class ClusterNodes:
 
 def client_of(settings: Settings, node: Node) -> Redis:
     """Return a client of redis-py for what is no payload; the caller closes it."""
-    options = connection_options(settings)
-    if settings.kind is Kind.UNIX:
-        return Redis(unix_socket_path=node.host, **options)
-    return Redis(host=node.host, port=node.port, ssl=settings.tls is not None, **options)
+    return Redis.from_pool(pool_of(settings, node))
 
 
 def slots_from(settings: Settings, node: Node) -> dict[int, Node]:
@@ -183,7 +179,3 @@ def slots_from(settings: Settings, node: Node) -> dict[int, Node]:
         owner = Node(name or node.host, int(port))
         found.update(dict.fromkeys(range(first, last + 1), owner))
     return found
-
-
-def _login_options(login: Login) -> dict[str, str | None]:
-    return {"username": login.username, "password": login.password}

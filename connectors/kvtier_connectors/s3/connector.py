@@ -12,7 +12,7 @@ from kvtier.types import KeyInfo, ReadRequest, WriteItem
 from kvtier_connectors.s3.answers import Piece, Placed
 from kvtier_connectors.s3.bucket import DELETES_MAX, KEY_BYTES_MAX, Bucket, Upload
 from kvtier_connectors.s3.settings import Settings, parse_url
-from kvtier_connectors.threads import Halt, Threads
+from kvtier_connectors.threads import Halt, Threads, call_s_max
 
 #: A reader whose object is replaced again and again misses after so many tries.
 READ_TRIES_MAX: Final = 3
@@ -60,7 +60,9 @@ class S3Connector:
         for _ in range(READ_TRIES_MAX):
             piece_bytes = self._settings.piece_bytes
             pieces = [_pieces(requests[n], into[n], piece_bytes) for n in todo]
-            answers = iter(await self._each(self._bucket.read, [p for own in pieces for p in own]))
+            flat = [piece for own in pieces for piece in own]
+            nbytes = sum(requests[n].nbytes for n in todo)
+            answers = iter(await self._each(self._bucket.read, flat, nbytes))
             again = []
             for n, own in zip(todo, pieces, strict=True):
                 placed = [next(answers) for _ in own]
@@ -83,7 +85,9 @@ class S3Connector:
             else:
                 (large if item.data.nbytes > self._settings.multipart_bytes else small).append(n)
         written = await self._each(
-            lambda item, _: self._bucket.write(item.key, item.data), [items[n] for n in small]
+            lambda item, _: self._bucket.write(item.key, item.data),
+            [items[n] for n in small],
+            sum(items[n].data.nbytes for n in small),
         )
         for n, outcome in zip(small, written, strict=True):
             outcomes[n] = outcome
@@ -125,7 +129,9 @@ class S3Connector:
             Upload(item.key, upload_id, number, data[start : start + part_bytes])
             for number, start in enumerate(range(0, data.nbytes, part_bytes), 1)
         ]
-        parts = await self._each(lambda upload, _: self._bucket.send_part(upload), uploads)
+        parts = await self._each(
+            lambda upload, _: self._bucket.send_part(upload), uploads, data.nbytes
+        )
         sent = [part for part in parts if not isinstance(part, ConnectorError)]
         problem = next((part for part in parts if isinstance(part, ConnectorError)), None)
         if problem is None:
@@ -135,13 +141,19 @@ class S3Connector:
         return problem
 
     async def _each(
-        self, function: Callable[[_Job, Halt], _T], jobs: Sequence[_Job]
+        self, function: Callable[[_Job, Halt], _T], jobs: Sequence[_Job], nbytes: int = 0
     ) -> list[_T | ConnectorError]:
+        """Do the jobs; what takes much longer than so many bytes may is given up."""
+
         def run(job: _Job, halt: Halt) -> _T:
             with self._bucket.unless(halt):
                 return function(job, halt)
 
-        return await self._threads.each(run, jobs, shares_max=self._settings.connections)
+        settings = self._settings
+        turns = -(-len(jobs) // settings.connections)  # One after the other, each with its tries.
+        silence_s = turns * settings.tries * (settings.connect_timeout_s + settings.timeout_s)
+        limit_s = call_s_max(silence_s, nbytes)
+        return await self._threads.each(run, jobs, shares_max=settings.connections, limit_s=limit_s)
 
     async def list(self, prefix: bytes) -> AsyncIterator[KeyInfo]:
         """List everything under the prefix of the URL, page by page.
