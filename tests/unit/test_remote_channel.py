@@ -312,3 +312,26 @@ def test_after_the_close_everything_ends_at_once(labs: Callable[..., Lab]) -> No
     assert out.result(20.0) is None
     assert lab.remote.closed
     lab.channel.close(1.0)
+
+
+class _Deaf(Lab):
+    """Nobody can be told that something is slow."""
+
+    def _slow(self) -> None:
+        super()._slow()
+        raise LookupError("nobody listens")
+
+
+def test_who_cannot_be_told_that_a_call_is_slow_keeps_nobody_waiting(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lab = _Deaf(deadline_s=0.01)
+    (key,) = lab.put(1)
+    lab.remote.hold("read")
+    buffer, reading = lab.read(key)
+    outcome = lab.channel.submit(reading)
+    wait_until(lambda: lab.slow == 1, "it is not overdue")
+    lab.remote.release()
+    assert outcome.result(20.0) == len(buffer)
+    assert [record.name for record in caplog.records] == ["kvtier.remote"]
+    lab.close()

@@ -279,7 +279,7 @@ class Channel:
         self._running -= 1
         if not sent.done():
             if kind in _BORROWS:
-                self._on_slow()
+                self._slow_boundary()
                 self._overdue += 1
                 self._pump()
                 await asyncio.wait({sent})
@@ -291,6 +291,13 @@ class Channel:
         for job, outcome in zip(jobs, outcomes, strict=True):
             self._settle(kind, job, outcome)
         self._pump()
+
+    def _slow_boundary(self) -> None:
+        """Tell that a call is overdue. Whoever waits for its jobs waits on, whatever that does."""
+        try:
+            self._on_slow()
+        except Exception:
+            _log.exception("nobody could be told that a remote is slow")
 
     def _settle(self, kind: _Kind, job: _Job, outcome: Any) -> None:
         job.tries += 1
