@@ -17,6 +17,7 @@ from kvtier.testing.connector_contract import (
     put,
 )
 from kvtier.types import KeyInfo, ReadRequest
+from kvtier_connectors.redis.lanes import LANE_BYTES
 from kvtier_connectors.redis.objects import INLINE_BYTES_MAX, PART_BYTES
 from tests.lib.opened import Opened
 from tests.lib.redis_servers import RedisServer, redis_server
@@ -29,6 +30,7 @@ SIZES = [
     PART_BYTES + 1,
     3 * PART_BYTES,
     9 * PART_BYTES + 4097,
+    2 * LANE_BYTES + 4097,
 ]
 
 

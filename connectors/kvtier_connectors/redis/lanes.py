@@ -20,8 +20,9 @@ from kvtier_connectors.threads import Halt
 
 #: How often a command is sent on before its redirection is its answer.
 ROUNDS_MAX: Final = 6
-#: A connection more is worth its while for so much payload.
-LANE_BYTES: Final = 4 * MIB
+#: A connection more is worth its while for so much payload: with less of it, threads that wait for
+#: one another cost what they gain.
+LANE_BYTES: Final = 16 * MIB
 
 _TIMEOUTS: Final = (redis_errors.TimeoutError, TimeoutError)
 _LOST: Final = (
@@ -59,16 +60,18 @@ class Lanes:
         Follows MOVED and ASK, and asks for the servers anew where one is lost. A connection that
         breaks is made anew once. A command may be done twice: it has to bear that.
         """
+        if not commands:
+            return []
         replies: list[Reply] = [None] * len(commands)
         todo = list(range(len(commands)))
         asked: dict[int, Node] = {}
         may_refresh = not halt.is_set()
         for _ in range(ROUNDS_MAX):
-            nodes = {n: asked.get(n) or self._topology.node_of(commands[n].slot) for n in todo}
+            nodes = self._nodes(commands, todo) | asked
             if not all(nodes.values()) and may_refresh:
                 may_refresh = False
                 error = self._refresh()
-                nodes = {n: self._topology.node_of(commands[n].slot) for n in todo}
+                nodes = self._nodes(commands, todo)
                 for n in todo:
                     replies[n] = error or redis_errors.ClusterDownError("no node holds this slot")
             lanes = self._lanes(commands, nodes, asked)
@@ -97,6 +100,11 @@ class Lanes:
             self._idle.clear()
         for link in links:
             link.close()
+
+    def _nodes(self, commands: Sequence[Command], todo: Sequence[int]) -> dict[int, Node | None]:
+        """Return the node of each command, as far as it is known."""
+        known = {slot: self._topology.node_of(slot) for slot in {commands[n].slot for n in todo}}
+        return {n: known[commands[n].slot] for n in todo}
 
     def _lanes(
         self, commands: Sequence[Command], nodes: dict[int, Node | None], asked: dict[int, Node]
@@ -220,7 +228,7 @@ class Lanes:
         for number, node in nodes.items():
             reply = replies[number]
             asked.pop(number, None)
-            if node is None:
+            if node is None or not isinstance(reply, Exception):
                 continue
             if isinstance(reply, redis_errors.AskError):
                 target = Node(reply.host or node.host, reply.port)

@@ -28,7 +28,7 @@ from redis.connection import (
 )
 from redis.retry import Retry
 
-from kvtier.constants import MIB
+from kvtier.constants import KIB, MIB
 from kvtier_connectors.redis.replies import BUFFER_BYTES, Command, Replies, Reply
 from kvtier_connectors.redis.settings import Kind, Node, Settings
 from kvtier_connectors.threads import Halt
@@ -37,6 +37,9 @@ from kvtier_connectors.threads import Halt
 #: to what was asked in memory, so this bounds what a reader costs it.
 WINDOW_BYTES: Final = 8 * MIB
 WINDOW_COMMANDS_MAX: Final = 512
+#: What is received in one call: it is still in the processor's caches when the call is made, and
+#: the system lets more come in between two calls.
+RECEIVE_BYTES: Final = 256 * KIB
 
 
 _here: Final = threading.local()
@@ -178,13 +181,15 @@ class Link:
         failed: dict[int | None, Exception] = {}
         waiting_bytes = 0
         for command in commands:
-            full = waiting_bytes >= WINDOW_BYTES or len(waiting) >= WINDOW_COMMANDS_MAX
             # A command that is not sent is answered in its turn: after those that were.
-            while waiting and (full or command.job in failed):
+            while waiting and (
+                waiting_bytes >= WINDOW_BYTES
+                or len(waiting) >= WINDOW_COMMANDS_MAX
+                or (failed and command.job in failed)
+            ):
                 waiting_bytes -= waiting[0].payload_bytes
                 self._answer(waiting.popleft(), failed, answered)
-                full = waiting_bytes >= WINDOW_BYTES
-            if command.job in failed:
+            if failed and command.job in failed:
                 answered(failed[command.job])
             else:
                 self._send(command)
@@ -219,24 +224,27 @@ class Link:
         failed: dict[int | None, Exception],
         answered: Callable[[Reply], None],
     ) -> None:
-        self._flush()
+        if self._out:
+            self._flush()
         reply = self._replies.next(command)
-        sent_on = isinstance(reply, redis_errors.AskError)
-        if isinstance(reply, Exception) and not sent_on and command.job is not None:
-            failed[command.job] = reply
+        if isinstance(reply, Exception) and command.job is not None:
+            sent_on = isinstance(reply, redis_errors.AskError)
+            if not sent_on:
+                failed[command.job] = reply
         answered(reply)
 
     def _send(self, command: Command) -> None:
-        self._out += b"*%d\r\n" % len(command.words)
+        out = self._out
+        out += b"*%d\r\n" % len(command.words)
         for word in command.words:
-            self._out += b"$%d\r\n" % len(word)
+            out += b"$%d\r\n" % len(word)
             if len(word) > BUFFER_BYTES:
                 self._flush()
                 self._send_all(word)
             else:
-                self._out += word
-            self._out += b"\r\n"
-        if len(self._out) > BUFFER_BYTES:
+                out += word
+            out += b"\r\n"
+        if len(out) > BUFFER_BYTES:
             self._flush()
 
     def _flush(self) -> None:
@@ -251,10 +259,11 @@ class Link:
             raise TimeoutError("the server takes nothing") from error
 
     def _receive(self, into: memoryview) -> int:
-        # Of a value all is waited for at once; what comes ahead of it is taken as it comes.
-        flag = self._wait_flag if len(into) > BUFFER_BYTES else 0
+        nbytes = len(into)
         try:
-            return self._socket.recv_into(into, 0, flag)
+            if nbytes <= BUFFER_BYTES:  # What comes ahead of a value is taken as it comes.
+                return self._socket.recv_into(into)
+            return self._socket.recv_into(into, min(nbytes, RECEIVE_BYTES), self._wait_flag)
         except BlockingIOError as error:
             raise TimeoutError("the server is silent") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -56,6 +57,7 @@ class Operations:
         self._settings = settings
         self._topology = topology
         self._run = run
+        self._places: dict[bytes, tuple[bytes, int]] = {}
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Tell whose header is there; a fault is no."""
@@ -86,13 +88,14 @@ class Operations:
         outcomes: list[ConnectorError | None] = [None] * len(items)
         self._write_parts(items, headers, outcomes)
         going = [n for n, outcome in enumerate(outcomes) if outcome is None]
-        replies = self._run([self._commit(items[n], headers[n]) for n in going])
+        commits = [self._commit(items[n], headers[n], n) for n in going]
+        replies = iter(self._run([command for commit in commits for command in commit]))
         after: list[Command] = []
-        for n, reply in zip(going, replies, strict=True):
-            key = items[n].key
-            outcomes[n] = _failure(reply)
-            if outcomes[n] is None:
-                after += self._after_commit(key, headers[n], _old_header(reply))
+        for n, commit in zip(going, commits, strict=True):
+            key, (reply, *_) = items[n].key, itertools.islice(replies, len(commit))
+            outcomes[n], old = _failure(reply), _old_header(reply)
+            if outcomes[n] is None and old is not None and old.generation != headers[n].generation:
+                after += self._unlink(key, old)
             elif isinstance(reply, redis_errors.ResponseError):
                 after += self._unlink(key, headers[n])
         self._run(after)
@@ -118,9 +121,16 @@ class Operations:
         job: int | None = None,
     ) -> Command:
         """Return a command on the object's header, or on the name given."""
-        own = object_name(self._settings.prefix, key)
-        slot = self._topology.slot_of(own)
+        own, slot = self._place(key)
         return Command((verb, name or own, *words), slot, into, head_bytes, job)
+
+    def _place(self, key: bytes) -> tuple[bytes, int]:
+        """Return the name of an object's header, and its slot."""
+        place = self._places.get(key)
+        if place is None:
+            name = object_name(self._settings.prefix, key)
+            place = self._places[key] = name, self._topology.slot_of(name)
+        return place
 
     def _read_headers(
         self,
@@ -168,7 +178,7 @@ class Operations:
         owners: list[tuple[int, int]] = []
         for n, header in headers.items():
             request = requests[n]
-            name = object_name(self._settings.prefix, request.key)
+            name, _ = self._place(request.key)
             for part in part_ranges(header, request.offset, request.nbytes):
                 size = part.stop - part.start
                 span = () if part.is_whole else (b"%d" % part.start, b"%d" % (part.stop - 1))
@@ -203,9 +213,9 @@ class Operations:
         commands: list[Command] = []
         for n, header in headers.items():
             key = requests[n].key
-            name = object_name(self._settings.prefix, key)
+            name, slot = self._place(key)
             words = (b"EVAL", _DELETE_IF_SAME, b"1", name, encode_header(header))
-            commands.append(Command(words, self._topology.slot_of(name)))
+            commands.append(Command(words, slot))
             commands += self._unlink(key, header)
         self._run(commands)
 
@@ -226,7 +236,7 @@ class Operations:
         expiry = b"%d" % (PENDING_S + (self._settings.ttl_s or 0))
         for n, (item, header) in enumerate(zip(items, headers, strict=True)):
             data = item.data.cast("B")
-            name = object_name(self._settings.prefix, item.key)
+            name, _ = self._place(item.key)
             for index, part in enumerate(part_names(name, header)):
                 piece = data[index * PART_BYTES : (index + 1) * PART_BYTES]
                 words = (piece, b"EX", expiry)
@@ -240,29 +250,27 @@ class Operations:
                 after += self._unlink(items[n].key, headers[n])
         self._run(after)
 
-    def _commit(self, item: WriteItem, header: Header) -> Command:
-        """Return the command that makes an object the one that is found, and gives the old one."""
+    def _commit(self, item: WriteItem, header: Header, job: int) -> list[Command]:
+        """Return what makes an object the one that is found, gives the old one, and what lasts.
+
+        They go together. Where the server refuses the header its parts may last, too, until they
+        are deleted, which is the next thing that we do.
+        """
         value = encode_header(header)
         if not header.part_bytes:
             value += item.data
         expiry = (b"EX", b"%d" % self._settings.ttl_s) if self._settings.ttl_s else ()
-        return self._command(item.key, b"SET", value, *expiry, b"GET")
-
-    def _after_commit(self, key: bytes, header: Header, old: Header | None) -> list[Command]:
-        """Return what keeps the new parts for good, and deletes the old ones."""
-        commands: list[Command] = []
+        commands = [self._command(item.key, b"SET", value, *expiry, b"GET", job=job)]
         if self._settings.ttl_s is None:
-            name = object_name(self._settings.prefix, key)
+            name, slot = self._place(item.key)
             commands += [
-                self._command(key, b"PERSIST", name=part) for part in part_names(name, header)
+                Command((b"PERSIST", part), slot, job=job) for part in part_names(name, header)
             ]
-        if old is not None and old.generation != header.generation:
-            commands += self._unlink(key, old)
         return commands
 
     def _unlink(self, key: bytes, header: Header) -> list[Command]:
         # One by one: while a slot moves, a command over keys of both nodes is refused.
-        names = part_names(object_name(self._settings.prefix, key), header)
+        names = part_names(self._place(key)[0], header)
         return [self._command(key, b"UNLINK", name=name) for name in names]
 
     def listed(self, node: Node, cursor: int, prefix: bytes) -> tuple[int, list[KeyInfo]]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from kvtier.config import url_options
@@ -45,8 +45,7 @@ class Kind(StrEnum):
     SENTINEL = "sentinel"
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(NamedTuple):
     """One server: host and port, or the path of its Unix socket and 0."""
 
     host: str
