@@ -13,6 +13,7 @@ import pytest
 from kvtier.cache import fetcher
 from kvtier.cache.below.disk_source import DiskSource
 from kvtier.cache.keyed import KeyedCache
+from kvtier.cache.spans import record_load
 from kvtier.constants import CONVOY_STIR_PAYLOADS, IO_THREADS_DEFAULT
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import wait_until
@@ -71,7 +72,7 @@ def test_a_payload_whose_end_cannot_be_counted_is_answered(
     setup: KeyedSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keyed, cache = setup.on_disk(SIZES)
-    monkeypatch.setattr(fetcher, "record_load", raising_at(TURNS, fetcher.record_load))
+    monkeypatch.setattr(fetcher, "record_load", raising_at(TURNS, record_load))
     buffers = [bytearray(NBYTES) for _ in SIZES]
     outcomes = finished(keyed.get(list(SIZES), buffers, deadline=math.inf))
     # The chunks have come, so that what is asked for again is there.

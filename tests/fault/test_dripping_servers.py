@@ -14,7 +14,7 @@ from typing import Final
 import pytest
 
 import kvtier.registry
-from kvtier.constants import MIB
+from kvtier.constants import MIB, WIRE_BYTES_PER_S_MIN
 from kvtier.errors import ConnectorError
 from kvtier.interfaces import Connector, Listable
 from kvtier.types import ReadRequest, WriteItem
@@ -197,6 +197,6 @@ async def test_a_cache_server_that_sends_or_takes_a_byte_now_and_then(
 
 
 def test_how_long_a_call_may_take_depends_on_its_bytes() -> None:
-    rate = threads.WIRE_BYTES_PER_S_MIN
+    rate = WIRE_BYTES_PER_S_MIN
     assert threads.call_s_max(2.0, 0) == 2.0 * threads.SILENCES_MAX
     assert threads.call_s_max(0.0, 10 * rate) == 10.0
