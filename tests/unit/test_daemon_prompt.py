@@ -21,6 +21,7 @@ from kvtier.wire import (
     Leased,
     Message,
     Read,
+    Refused,
     Release,
     Status,
     encode,
@@ -45,11 +46,13 @@ class Kernel(asyncio.Transport):
     def __init__(self, connection: socket.socket) -> None:
         super().__init__({"socket": connection})
         self.taken = bytearray()
+        self.writes = 0
         self.stuck = 0
         self.closed = False
 
     def write(self, data: bytes | bytearray | memoryview[int]) -> None:
         self.taken += data
+        self.writes += 1
 
     def get_write_buffer_size(self) -> int:
         return self.stuck
@@ -146,6 +149,21 @@ async def test_what_does_not_is_looked_for(plane: Plane, wired: Wired, ask: Leas
     (answer,) = wired.answers()
     assert isinstance(answer, Leased | Data)
     assert answer.status is Status.ABSENT
+
+
+async def test_what_is_asked_in_one_go_is_answered_in_one_go(plane: Plane, wired: Wired) -> None:
+    before = wired.kernel.writes
+    wired.send(Lease(1, b"key"), Read(2, b"key", 0, 9), Lease(3, b"key"))
+    first, second, third = wired.answers()
+    assert wired.kernel.writes == before + 1
+    assert isinstance(first, Leased)
+    assert isinstance(third, Leased)
+    assert (first.request, second, third.request) == (1, Data(2, Status.OK, ""), 3)
+    wired.send(Lease(4, b"key"), Release((9,)), Lease(5, b"key"))  # There is no lease 9.
+    last, refused = wired.answers()
+    assert isinstance(last, Leased)
+    assert isinstance(refused, Refused)
+    assert wired.kernel.closed
 
 
 async def test_b55_who_asks_for_much_in_one_go_gives_way_to_others(wired: Wired) -> None:

@@ -1,0 +1,152 @@
+"""What the cache server's connector asks for in one go: answers as they come, outcomes in order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from kvtier.constants import DAEMON_AT_ONCE_MAX, SHARED_BYTES_MIN, WIRE_KEY_BYTES_MAX
+from kvtier.errors import ConnectorRefusedError, ConnectorTimeoutError, ConnectorUnavailableError
+from kvtier.interfaces import Lending, Loan
+from kvtier.registry import connect
+from kvtier.types import ReadRequest
+from kvtier.wire import Contains, Found
+from kvtier_connectors.server.line import Line
+from kvtier_connectors.server.settings import parse_url
+from kvtier_server.credentials import DEFAULT
+from tests.lib.plane import Plane, data_plane, pinned, stored, until
+from tests.lib.scripted_server import Peer, scripted
+
+DATA = bytes(range(256)) * (2 * SHARED_BYTES_MIN // 256)
+KEYS = [b"key %d" % number for number in range(DAEMON_AT_ONCE_MAX + 4)]
+
+
+@pytest.fixture
+async def plane(tmp_path: Path) -> AsyncIterator[Plane]:
+    async with data_plane(tmp_path, exported_to=DEFAULT) as made:
+        yield made
+
+
+async def test_a_batch_is_leased_on_one_connection(plane: Plane) -> None:
+    client = await stored(plane, *KEYS, data=DATA)
+    counters = plane.plane.counters
+    before = counters.accepted
+    connector = connect(f"kvtier+unix://{plane.path}")
+    batch = KEYS[:DAEMON_AT_ONCE_MAX]
+    into = [memoryview(bytearray(len(DATA))) for _ in batch]
+    outcomes = await connector.read([ReadRequest(key, 0, len(DATA)) for key in batch], into)
+    assert outcomes == [len(DATA)] * len(batch)
+    assert all(each == DATA for each in into)
+    assert counters.accepted == before + 2  # One to ask on, and one that the file came by.
+    assert counters.leases == len(batch)
+    await until(lambda: pinned(plane) == 0)
+    await connector.close()
+    await client.close()
+
+
+async def test_outcomes_are_in_order_whatever_way_each_is_read(plane: Plane) -> None:
+    client = await stored(plane, *KEYS, data=DATA)
+    connector = connect(f"kvtier+unix://{plane.path}")
+    requests = [ReadRequest(key, 0, len(DATA)) for key in KEYS]
+    requests[1] = ReadRequest(KEYS[1], 7, 100)
+    requests[3] = ReadRequest(b"nothing there", 0, len(DATA))
+    requests[5] = ReadRequest(b"x" * (WIRE_KEY_BYTES_MAX + 1), 0, len(DATA))
+    requests[8] = ReadRequest(KEYS[8], len(DATA) - 9, len(DATA))
+    into = [memoryview(bytearray(each.nbytes)) for each in requests]
+    outcomes = await connector.read(requests, into)
+    assert isinstance(outcomes.pop(5), ConnectorRefusedError)
+    assert outcomes.pop(3) is None
+    expected = [len(DATA)] * len(outcomes)
+    expected[1], expected[6] = 100, 9
+    assert outcomes == expected
+    assert into[1] == DATA[7:107]
+    assert into[8][:9] == DATA[-9:]
+    assert all(into[index] == DATA for index in range(9, len(KEYS)))
+    await until(lambda: pinned(plane) == 0)
+    await connector.close()
+    await client.close()
+
+
+async def test_loans_are_in_order_and_each_is_given_back_alone(plane: Plane) -> None:
+    client = await stored(plane, *KEYS[1:], data=DATA)
+    connector = connect(f"kvtier+unix://{plane.path}")
+    assert isinstance(connector, Lending)
+    nothing, *loans = await connector.lend(KEYS)
+    assert nothing is None
+    assert pinned(plane) == len(loans) == len(KEYS) - 1
+    for left, loan in reversed([*enumerate(loans)]):
+        assert isinstance(loan, Loan)
+        assert loan.view == DATA
+        loan.release()
+        await until(lambda left=left: pinned(plane) == left)  # type: ignore[misc]
+    await connector.close()
+    await client.close()
+
+
+async def test_answers_are_given_as_they_come(tmp_path: Path) -> None:
+    taken = asyncio.Event()
+
+    async def script(peer: Peer) -> None:
+        await peer.welcome()
+        assert [await peer.take(), await peer.take()] == [
+            Contains(1, (b"a",)),
+            Contains(2, (b"b",)),
+        ]
+        peer.send(Found(2, (True,)))
+        await taken.wait()
+        peer.send(Found(1, (False,)))
+        await peer.take()
+
+    async with scripted(tmp_path, script) as url:
+        line = Line(parse_url(url))
+        await line.open()
+        messages = {1: Contains(1, (b"a",)), 2: Contains(2, (b"b",))}
+        async with aclosing(line.ask_each(messages)) as answers:
+            assert await anext(answers) == (2, Found(2, (True,)))
+            taken.set()
+            assert await anext(answers) == (1, Found(1, (False,)))
+            assert await anext(answers, None) is None
+        assert not line.load
+        line.close()
+
+
+async def test_what_has_no_answer_is_a_fault_of_its_own(tmp_path: Path) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.take()
+        await peer.take()
+        peer.send(Found(1, (True,)))
+        peer.close()
+
+    async with scripted(tmp_path, script) as url:
+        line = Line(parse_url(url))
+        await line.open()
+        messages = {1: Contains(1, (b"a",)), 2: Contains(2, (b"b",))}
+        async with aclosing(line.ask_each(messages)) as answers:
+            found = {number: answer async for number, answer in answers}
+        assert found[1] == Found(1, (True,))
+        assert isinstance(found[2], ConnectorUnavailableError)
+        assert not line.load
+
+
+async def test_each_request_has_its_own_deadline_though_there_is_one_timer(tmp_path: Path) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.take()
+        peer.send(Found(1, (True,)))
+        await peer.take()  # It is not answered, nor is anything else.
+        await peer.take()
+
+    async with scripted(tmp_path, script, timeout_s=0.2) as url:
+        line = Line(parse_url(url))
+        await line.open()
+        assert (await line.ask(Contains(1, (b"a",)), 1))[0] == Found(1, (True,))
+        began_s = asyncio.get_running_loop().time()
+        with pytest.raises(ConnectorTimeoutError):
+            await line.ask(Contains(2, (b"b",)), 2)
+        assert asyncio.get_running_loop().time() - began_s > 0.19
+        assert not line.usable  # It has said nothing for so long.
