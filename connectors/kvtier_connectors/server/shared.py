@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack, aclosing, suppress
 from typing import Any, TypeVar
@@ -30,7 +31,7 @@ class LeasedLoan:
         """The lease of that number becomes ours to end. Made in the line's loop."""
         self._line = line
         self._number = number
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._view = view
 
     @property
@@ -46,7 +47,10 @@ class LeasedLoan:
     def release(self) -> None:
         """Have the line end the lease. Where the loop has ended, so has the line."""
         with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._line.release, self._number)
+            if threading.get_ident() == self._thread:
+                self._line.release(self._number)
+            else:
+                self._loop.call_soon_threadsafe(self._line.release, self._number)
 
 
 class SharedPath:
