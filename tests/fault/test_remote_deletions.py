@@ -30,10 +30,10 @@ def stored(engine: EngineDouble, count: int = CHUNKS) -> tuple[ChunkKey, ...]:
     keys = []
     for number in range(count):
         sequence = engine.sequence(tokens_of(1, start=1000 * number))
-        engine.store(sequence)
+        assert engine.store(sequence)
         keys += sequence.chunk_keys
-    uploaded(engine)
-    quiet(engine)
+        uploaded(engine)
+        quiet(engine)  # What is being written holds its slot.
     return tuple(keys)
 
 
