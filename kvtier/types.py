@@ -74,6 +74,7 @@ class MissReason(StrEnum):
     WORKER = "worker"
     QUOTA = "quota"
     COST = "cost"
+    CROWDED = "crowded"
 
 
 class Hint(StrEnum):

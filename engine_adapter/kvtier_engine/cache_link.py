@@ -211,17 +211,20 @@ class CacheLink:
         start = chunks.start * self._chunk_tokens
         block_ids = self._slice(request, start, chunks.stop * self._chunk_tokens)
         blocks = self._blocks(start, block_ids)
-        followed.offered_chunks = chunks_end
         plan = self._guarded_boundary(
             lambda: self._cache.begin_store(sequence, chunks, blocks), None
         )
+        crowded = sequence.refused is MissReason.CROWDED
         if plan is None:
+            followed.offered_chunks = chunks.start if crowded else chunks_end
             return
         # A plan takes what there was room for; what comes after it is offered again later.
         moved = {block_id for move in plan.moves for block_id in move.block_ids}
         taken = [block_id for block_id in block_ids if block_id in moved]
         last = start + (block_ids.index(taken[-1]) + 1) * self._pool.block_tokens
         followed.stored_chunks = last // self._chunk_tokens
+        # What passes through a staging area goes in turns: with each step, as that has room.
+        followed.offered_chunks = followed.stored_chunks if crowded else chunks_end
         self._pool.retain(taken)
         self._stores[plan.plan_id] = taken
         self._execute_boundary(plan)

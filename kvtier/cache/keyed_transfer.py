@@ -216,7 +216,7 @@ class Put:
         desk = self.desk
         if self.plan_id is None:
             if desk.clock.now() >= deadline:
-                return MissReason.DEADLINE
+                return self._refusal or MissReason.DEADLINE
             return None if desk.hidden(self.payload.key) else self._begin()
         if not desk.cache.store_done(self.plan_id):
             return None
@@ -230,7 +230,8 @@ class Put:
         if self._order():
             return None
         if self._refusal is not None:
-            return self._refusal
+            # What passes through a staging area takes its turn as others leave it.
+            return None if self._refusal is MissReason.CROWDED else self._refusal
         cache = self.desk.cache
         match = cache.match(self.payload)
         if isinstance(match, Pending):

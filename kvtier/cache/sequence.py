@@ -55,6 +55,8 @@ class Sequence:
         self.lossy_chunks = 0
         #: Why its last store ordered less than was asked for; None: nothing was refused.
         self.refused: MissReason | None = None
+        #: Where what is counted ends of its chunks that found a staging area crowded.
+        self.crowded_end = 0
 
     @property
     def namespace(self) -> Namespace:

@@ -51,7 +51,8 @@ class Storer:
     ``codec`` is the configured one; ``disk_codec`` packs a second time what is written to disk;
     None: disk takes what DRAM has. What lies ``afar`` needs no store, where DRAM keeps nothing;
     None: what is stored belongs in DRAM. A store lets no more than ``staying_bytes_max`` be what
-    may not leave, so that there is room for what is loaded.
+    may not leave, so that there is room for what is loaded. What comes on top is ``CROWDED``: no
+    engine's thread waits here, but whoever can offers it again, and it is stored in turns.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Storer:
                 continue
             record = self._reserve(sequence, chunk, shape)
             if record is None:
+                self._note_crowded(sequence, range(chunk, chunks.stop))
                 break
             if self._events is not None:
                 sequence.teach(self._events, [chunk])
@@ -178,10 +180,16 @@ class Storer:
         staying_bytes = self._dram.staying_bytes if self._staying_bytes_max < math.inf else 0
         return staying_bytes > 0 and staying_bytes + nbytes > self._staying_bytes_max
 
+    def _note_crowded(self, sequence: Sequence, left: range) -> None:
+        """Count what has to be offered again, each chunk once however often it is."""
+        if sequence.refused is MissReason.CROWDED:
+            counted = max(0, left.stop - max(left.start, sequence.crowded_end))
+            self._counters.refused_chunks[MissReason.CROWDED] += counted
+            sequence.crowded_end = max(sequence.crowded_end, left.stop)
+
     def _reserve(self, sequence: Sequence, chunk: int, shape: ChunkShape) -> DramRecord | None:
         if self._crowded(shape.chunk_bytes):
-            sequence.refused = MissReason.NO_ROOM
-            self._counters.refused_chunks[MissReason.NO_ROOM] += 1
+            sequence.refused = MissReason.CROWDED
             return None
         if self.inflight_count >= STORE_CHUNKS_INFLIGHT_MAX:
             sequence.refused = MissReason.UNAVAILABLE

@@ -257,7 +257,7 @@ class Objects:
                 return Filling(self._cache, plan, slot)
             if payload.refused is None:
                 return None
-            if payload.refused is not MissReason.UNAVAILABLE:
+            if payload.refused not in {MissReason.UNAVAILABLE, MissReason.CROWDED}:
                 return Fault(Status.REFUSED, f"no room for it: {payload.refused.value}")
             if self._clock.now() >= deadline:
                 return _FULL

@@ -10,6 +10,8 @@ import pytest
 
 from kvtier.cache.cache import Cache
 from kvtier.cache.keyed import KeyedCache
+from kvtier.constants import STORE_DEADLINE_S
+from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import wait_until
 from kvtier.testing.fault_files import FileGate, FileOperation
 from kvtier.types import MissReason, Tier
@@ -19,6 +21,7 @@ from tests.lib.keyed_setup import (
     finished,
     get,
     keyed_setup,
+    payload,
     put,
     settle,
     written,
@@ -60,6 +63,49 @@ def test_what_is_on_disk_alone_passes_through(setup: KeyedSetup) -> None:
     for _ in range(3):
         assert get(keyed, SIZES) == [Tier.DISK] * len(SIZES)
         emptied(cache)
+
+
+@pytest.mark.parametrize("share", [0.6, 2.4], ids=["200 of 256 MiB", "600 of 256 MiB"])
+def test_more_than_may_stay_at_once_is_stored_in_turns(
+    setup: KeyedSetup, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    monkeypatch.setattr("kvtier.config.STAGING_BYTES", int(sum(SIZES.values()) / share))
+    keyed, cache = setup.open(dram_bytes=0)
+    gate = FileGate(operations=(FileOperation.CREATE,), path="incoming")
+    setup.files.inject(gate)
+    items = [(key, payload(key, nbytes)) for key, nbytes in SIZES.items()]
+    transfer = keyed.put(items)
+    gate.wait_for_arrivals()
+    wait_until(lambda: transfer.poll() is None and _crowded(cache) > 0, "none has to wait")
+    gate.open()
+    assert finished(transfer) == [Tier.DRAM] * len(SIZES)
+    written(cache)
+    emptied(cache)
+    assert get(keyed, SIZES) == [Tier.DISK] * len(SIZES)
+    assert 0 < _crowded(cache) < len(SIZES), "each counts once, however often it was offered"
+
+
+def test_who_waits_for_a_staging_area_waits_until_the_deadline(
+    setup: KeyedSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.config.STAGING_BYTES", sum(SIZES.values()) // 2)
+    clock = FakeClock()
+    keyed, cache = setup.open(dram_bytes=0, clock=clock)
+    gate = FileGate(operations=(FileOperation.CREATE,), path="incoming")
+    setup.files.inject(gate)
+    transfer = keyed.put([(key, payload(key, nbytes)) for key, nbytes in SIZES.items()])
+    gate.wait_for_arrivals()
+    wait_until(lambda: transfer.poll() is None and _crowded(cache) > 0, "none has to wait")
+    clock.advance(STORE_DEADLINE_S)
+    outcomes = finished(transfer)
+    assert set(outcomes) == {Tier.DRAM, MissReason.CROWDED}
+    gate.open()
+    written(cache)
+    emptied(cache)
+
+
+def _crowded(cache: Cache) -> int:
+    return tier_stats(cache, Tier.DRAM).counters.refused_chunks.get(MissReason.CROWDED, 0)
 
 
 def test_two_at_once_ask_for_all_of_it(setup: KeyedSetup) -> None:

@@ -131,6 +131,8 @@ class ScriptedTiers:
     refuse_stores: bool = False
     #: Chunks that one store takes, at most.
     store_chunks_max: int = 1 << 30
+    #: What is left out passes through a staging area, and has its turn soon.
+    crowded: bool = False
     #: Methods that raise.
     broken: set[str] = field(default_factory=set)
     chunks: dict[ChunkKey, Tokens] = field(default_factory=dict)
@@ -213,11 +215,13 @@ class ScriptedTiers:
         self.called("begin_store")
         size = sequence.chunk_tokens // blocks.block_tokens
         keys, moved = list[ChunkKey](), list[int]()
+        sequence.refused = None
         for chunk in chunks:
             key = sequence.chunk_keys[chunk]
             if key in self.chunks or key in self._storing:
                 continue
             if self.refuse_stores or len(keys) >= self.store_chunks_max:
+                sequence.refused = MissReason.CROWDED if self.crowded else MissReason.NO_ROOM
                 break
             first = (chunk - chunks.start) * size
             moved += blocks.block_ids[0][first : first + size]

@@ -58,6 +58,18 @@ class TestStores:
         engine.run(prompt_of(1, 9), 8)
         assert len(engine.tiers.chunks) == 4, "one by each offer, the last one at the end"
 
+    @pytest.mark.parametrize(("crowded", "stored"), [(True, 3), (False, 1)])
+    def test_what_waits_for_a_staging_area_is_offered_with_each_step(
+        self, crowded: bool, stored: int
+    ) -> None:
+        """Nobody waits for it, nor until a chunk more has been computed."""
+        engine = ToyEngine(tiers=True, chunk_tokens=8)
+        engine.tiers.store_chunks_max, engine.tiers.crowded = 1, crowded
+        engine.submit(prompt_of(1, 33), 5)
+        engine.step(4)
+        assert len(engine.tiers.chunks) == stored
+        engine.finish()
+
     def test_blocks_are_held_until_the_store_is_answered(self) -> None:
         engine = ToyEngine(8, tiers=True)
         engine.tiers.store_polls = 3

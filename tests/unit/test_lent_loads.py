@@ -265,11 +265,14 @@ def test_what_is_still_to_be_written_gives_way_to_nothing(
     lab.remote.hold("contains")
     sequence = engine.sequence(FIVE)
     assert engine.store(sequence)
-    assert sequence.refused is MissReason.NO_ROOM
+    assert sequence.refused is MissReason.CROWDED
     dram = tier_stats(engine.cache, Tier.DRAM)
     assert dram.used_bytes == room * STORE_STAGING_SHARE, "the rest is for what is loaded"
     other = engine.sequence(tokens_of(2, start=1000))
-    assert not engine.store(other)
+    for _ in range(3):
+        assert not engine.store(other)
+    refused = tier_stats(engine.cache, Tier.DRAM).counters.refused_chunks
+    assert refused == {MissReason.CROWDED: 1 + 2}, "each counts once"
     lab.remote.release()
     uploaded(engine)
     assert len(lab.remote.objects()) == 4

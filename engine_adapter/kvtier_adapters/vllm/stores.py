@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from kvtier.cache.cache import Cache
-from kvtier.types import Blocks, Plan
+from kvtier.types import Blocks, MissReason, Plan
 from kvtier_adapters.vllm.guard import Guard
 from kvtier_adapters.vllm.requests import Followed
 
@@ -73,13 +73,15 @@ class StoreDesk:
         if end <= followed.offered_chunks or not self.held.bound:
             return
         followed.append_known()
-        followed.offered_chunks = end
         chunks = range(followed.stored_chunks, end)
         ids = table[chunks.start * chunk_blocks : end * chunk_blocks]
         blocks = Blocks(chunks.start * sequence.chunk_tokens, (tuple(ids),), size)
         plan = self._guard.call_boundary(
             lambda: self._cache.begin_store(sequence, chunks, blocks), None
         )
+        # What passes through a staging area goes in turns: with each step, as that has room.
+        crowded = sequence.refused is MissReason.CROWDED
+        followed.offered_chunks = followed.stored_chunks if crowded else end
         if plan is None:
             return
         # A plan takes what there was room for; what comes behind it is offered at the end again.
@@ -87,6 +89,8 @@ class StoreDesk:
         taken = [block_id for block_id in ids if block_id in moved]
         blocks_done = chunks.start * chunk_blocks + ids.index(taken[-1]) + 1
         followed.stored_chunks = blocks_done // chunk_blocks
+        if crowded:
+            followed.offered_chunks = followed.stored_chunks
         self.held.hold(plan.plan_id, taken)
         self._plans.append(plan)
 
