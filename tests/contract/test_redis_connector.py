@@ -18,7 +18,13 @@ from kvtier.testing.connector_contract import (
 )
 from kvtier.types import KeyInfo, ReadRequest
 from kvtier_connectors.redis.lanes import LANE_BYTES
-from kvtier_connectors.redis.objects import INLINE_BYTES_MAX, PART_BYTES
+from kvtier_connectors.redis.objects import (
+    INLINE_BYTES_MAX,
+    PART_BYTES,
+    Header,
+    encode_header,
+    object_name,
+)
 from tests.lib.opened import Opened
 from tests.lib.redis_servers import RedisServer, redis_server
 
@@ -171,3 +177,34 @@ async def test_the_hot_path_asks_for_no_keys(server: RedisServer, opened: Opened
         await connector.delete([b"key"])
         used = set(client.info("commandstats"))
     assert not used & {"cmdstat_keys", "cmdstat_scan", "cmdstat_eval"}
+
+
+@pytest.mark.parametrize("nbytes", [None, 100, 2 * PART_BYTES, 4 * PART_BYTES])
+async def test_a_reader_that_has_met_an_object_sees_what_another_has_made_of_it(
+    server: RedisServer, opened: Opened, nbytes: int | None
+) -> None:
+    reader, writer = (opened(kvtier.registry.connect(server.url)) for _ in range(2))
+    old, new = payload_of(b"old", 3 * PART_BYTES), payload_of(b"new", nbytes or 0)
+    await put(writer, {b"key": old, b"other": old})
+    for _ in range(2):
+        assert await get_whole(reader, {b"key": len(old), b"other": len(old)}) == [old, old]
+    if nbytes is None:
+        await writer.delete([b"key"])
+    else:
+        await put(writer, {b"key": new})
+    expected = [new if nbytes else None, old]
+    for _ in range(2):
+        assert await get_whole(reader, {b"key": 4 * PART_BYTES, b"other": len(old)}) == expected
+
+
+async def test_old_parts_that_are_still_there_are_not_taken_for_the_object(
+    server: RedisServer, opened: Opened
+) -> None:
+    connector, name = opened(kvtier.registry.connect(server.url)), object_name(b"kvtier:", b"key")
+    await put(connector, {b"key": payload_of(b"old", 3 * PART_BYTES)})
+    with server.client() as client:
+        client.set(name, encode_header(Header(4, 0, bytes(16))) + b"data")
+    assert await get_whole(connector, {b"key": 3 * PART_BYTES}) == [b"data"]
+    with server.client() as client:
+        client.delete(name)
+    assert await get_whole(connector, {b"key": 3 * PART_BYTES}) == [None]

@@ -9,6 +9,7 @@ from typing import Self, TypeVar
 from kvtier.errors import ConnectorError
 from kvtier.interfaces import ReadOutcome
 from kvtier.types import KeyInfo, ReadRequest, WriteItem
+from kvtier_connectors.redis.known import Known
 from kvtier_connectors.redis.lanes import Lanes
 from kvtier_connectors.redis.link import ended_by
 from kvtier_connectors.redis.operations import Operations
@@ -36,6 +37,7 @@ class RedisConnector:
         """Does not connect yet."""
         self._settings = settings
         self._topology = open_topology(settings)
+        self._known = Known()
         self._threads = Threads(settings.connections, "kvtier-redis")
         self._lanes = Lanes(settings, self._topology, self._threads.executor)
 
@@ -102,9 +104,8 @@ class RedisConnector:
 
         def do(call: Callable[[Operations], _T], halt: Halt) -> _T:
             with ended_by(halt):
-                return call(
-                    Operations(self._settings, self._topology, partial(self._lanes.run, halt=halt))
-                )
+                run = partial(self._lanes.run, halt=halt)
+                return call(Operations(self._settings, self._topology, self._known, run))
 
         silence_s = self._settings.connect_timeout_s + self._settings.timeout_s
         limit_s = call_s_max(silence_s, nbytes)

@@ -237,6 +237,9 @@ class Link:
         out = self._out
         out += b"*%d\r\n" % len(command.words)
         for word in command.words:
+            if isinstance(word, bytes):
+                out += b"$%d\r\n%b\r\n" % (len(word), word)
+                continue
             out += b"$%d\r\n" % len(word)
             if len(word) > BUFFER_BYTES:
                 self._flush()

@@ -13,6 +13,7 @@ from kvtier.errors import ConnectorDataError, ConnectorError
 from kvtier.interfaces import ReadOutcome
 from kvtier.types import KeyInfo, ReadRequest, WriteItem
 from kvtier_connectors.redis.errors import translated
+from kvtier_connectors.redis.known import Known
 from kvtier_connectors.redis.objects import (
     GENERATION_BYTES,
     HEADER_BYTES,
@@ -47,15 +48,16 @@ _DELETE_IF_SAME: Final = (
 
 
 class Operations:
-    """The calls of a connector, over something that runs commands. Keeps nothing between calls.
+    """The calls of a connector, over something that runs commands. One object for each call.
 
     From begin to end in one thread: a turn costs no more than the way to the server. What goes
     wrong in the store is an outcome; only listings raise it, as ``ConnectorError``.
     """
 
-    def __init__(self, settings: Settings, topology: Topology, run: Run) -> None:
+    def __init__(self, settings: Settings, topology: Topology, known: Known, run: Run) -> None:
         self._settings = settings
         self._topology = topology
+        self._known = known
         self._run = run
         self._places: dict[bytes, tuple[bytes, int]] = {}
 
@@ -70,14 +72,15 @@ class Operations:
         """Fill the buffers. A range that ends behind the object gives what there is of it."""
         outcomes: list[ReadOutcome] = [None] * len(requests)
         seen: dict[int, Header] = {}
-        todo = list(range(len(requests)))
-        for _ in range(READ_TRIES_MAX):
+        todo = self._read_known(requests, into, outcomes)
+        for _ in range(READ_TRIES_MAX if todo else 0):
             headers = self._read_headers(todo, requests, into, outcomes)
             # The same header twice, and parts of it gone twice: they do not come back.
             lasting = {n: header for n, header in headers.items() if seen.get(n) != header}
             self._forget({n: headers[n] for n in headers.keys() - lasting.keys()}, requests)
             seen = lasting
-            todo = self._read_parts(lasting, requests, into, outcomes)
+            commands, owners = self._parts(lasting, requests, into)
+            todo = self._taken(owners, self._run(commands), lasting, requests, outcomes)
             if not todo:
                 break
         return outcomes
@@ -98,6 +101,8 @@ class Operations:
                 after += self._unlink(key, old)
             elif isinstance(reply, redis_errors.ResponseError):
                 after += self._unlink(key, headers[n])
+            if outcomes[n] is None and headers[n].part_bytes:
+                self._known.learn(key, headers[n])
         self._run(after)
         return outcomes
 
@@ -106,6 +111,7 @@ class Operations:
         replies = self._run([self._command(key, b"GETDEL") for key in keys])
         after: list[Command] = []
         for key, reply in zip(keys, replies, strict=True):
+            self._known.forget(key)
             if header := _old_header(reply):
                 after += self._unlink(key, header)
         self._run(after)
@@ -131,6 +137,34 @@ class Operations:
             name = object_name(self._settings.prefix, key)
             place = self._places[key] = name, self._topology.slot_of(name)
         return place
+
+    def _read_known(
+        self,
+        requests: Sequence[ReadRequest],
+        into: Sequence[memoryview],
+        outcomes: list[ReadOutcome],
+    ) -> list[int]:
+        """Read by headers that we have met, if we have all; return what is to be read otherwise.
+
+        Whether they still hold is asked together with the parts, so it takes one turn, not two.
+        """
+        found = ((n, self._known.find(request.key)) for n, request in enumerate(requests))
+        headers = {n: header for n, header in found if header is not None}
+        if len(headers) < len(requests):
+            return list(range(len(requests)))
+        commands, owners = self._parts(headers, requests, into)
+        whole = (b"0", b"%d" % (HEADER_BYTES - 1))
+        checks = [self._command(request.key, b"GETRANGE", *whole) for request in requests]
+        replies = self._run([*checks, *commands])
+        self._taken(owners, replies[len(checks) :], headers, requests, outcomes)
+        todo: list[int] = []
+        for n, reply in enumerate(replies[: len(checks)]):
+            if not isinstance(reply, Bulk):
+                outcomes[n] = _failure(reply) or _unexpected(reply)
+            elif outcomes[n] is None or reply.head != encode_header(headers[n]):
+                self._known.forget(requests[n].key)
+                todo.append(n)
+        return todo
 
     def _read_headers(
         self,
@@ -166,14 +200,13 @@ class Operations:
                     outcomes[n] = _inline_outcome(header, requests[n], reply.nbytes)
         return headers
 
-    def _read_parts(
+    def _parts(
         self,
         headers: dict[int, Header],
         requests: Sequence[ReadRequest],
         into: Sequence[memoryview],
-        outcomes: list[ReadOutcome],
-    ) -> list[int]:
-        """Read what the headers name; return whose parts are not all there (any more)."""
+    ) -> tuple[list[Command], list[tuple[int, int]]]:
+        """Return what reads the parts that headers name, and of which request how much each is."""
         commands: list[Command] = []
         owners: list[tuple[int, int]] = []
         for n, header in headers.items():
@@ -194,9 +227,21 @@ class Operations:
                     )
                 )
                 owners.append((n, size))
-            outcomes[n] = max(0, min(request.nbytes, header.nbytes - request.offset))
+        return commands, owners
+
+    def _taken(
+        self,
+        owners: Sequence[tuple[int, int]],
+        replies: Sequence[Reply],
+        headers: dict[int, Header],
+        requests: Sequence[ReadRequest],
+        outcomes: list[ReadOutcome],
+    ) -> list[int]:
+        """Tell what became of requests; return those whose parts are not all there (any more)."""
+        for n, header in headers.items():
+            outcomes[n] = max(0, min(requests[n].nbytes, header.nbytes - requests[n].offset))
         missing: set[int] = set()
-        for (n, size), reply in zip(owners, self._run(commands), strict=True):
+        for (n, size), reply in zip(owners, replies, strict=True):
             if reply is None or (isinstance(reply, Bulk) and reply.nbytes == 0):
                 missing.add(n)
             elif not isinstance(reply, Bulk):
@@ -206,6 +251,9 @@ class Operations:
         again = [n for n in missing if isinstance(outcomes[n], int)]
         for n in again:
             outcomes[n] = None
+        for n, header in headers.items():
+            if isinstance(outcomes[n], int):
+                self._known.learn(requests[n].key, header)
         return again
 
     def _forget(self, headers: dict[int, Header], requests: Sequence[ReadRequest]) -> None:
