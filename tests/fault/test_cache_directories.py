@@ -131,6 +131,7 @@ def test_both_are_filled_and_read(setup: CacheSetup) -> None:
     engine = on_disk_alone(setup, 12)
     assert [len(files_of(setup, name)) for name in NAMES] == [6, 6]
     assert [loads(engine, number) for number in range(12)] == [Tier.DISK] * 12
+    settle(engine)
     sequence = engine.sequence(range(500, 500 + 9 * CHUNK))
     engine.store(sequence)
     written(engine)
@@ -196,6 +197,7 @@ def test_b119_one_that_takes_no_writes_leaves_them_to_the_other(
     assert len(files_of(setup, ill)) == 3
     assert tier_stats(engine.cache, Tier.DISK).chunks == 14
     assert [loads(engine, each) for each in range(6)] == [Tier.DISK] * 6
+    settle(engine)
     setup.files.inject()
     clock.advance(HEALTH_BACKOFF_S_MAX)
     store(engine, *range(20, 26))

@@ -262,6 +262,7 @@ def test_many_hung_reads_close_the_disk_without_waiting(setup: CacheSetup) -> No
     settle(engine)
     clock.advance(HEALTH_BACKOFF_S_MAX)
     assert engine.load(engine.match(engine.sequence(many))).outcome.end_token == many.stop
+    settle(engine)
     assert tier_stats(engine.cache, Tier.DISK).state == "ok"
 
 

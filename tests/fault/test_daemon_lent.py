@@ -98,6 +98,7 @@ def test_an_engine_without_dram_loads_what_another_stored_and_copies_nothing(
         match = engine.match(engine.sequence(FIVE))
         assert tiers_of(match) == [Tier.REMOTE] * 5
         assert engine.load(match).outcome.tokens_by_tier == {Tier.REMOTE: len(FIVE)}
+        quiet(engine)
         counters = remote_counters(engine)
         assert counters.lent_bytes == counters.read_bytes == 5 * CHUNK_BYTES
         figures = server.connections()

@@ -91,6 +91,7 @@ def test_when_too_much_is_to_be_deleted_the_rest_stays_and_counts(
     engine.cache.check_integrity()
     lab.remote.release()
     in_remote(lab, 7)
+    wait_until(lambda: not engine.cache.stats().deletions_queued, "something is still to go")
     assert engine.cache.remove(keys[5:10]) == [True] * 5
     engine.cache.tenants.delete("ours")
     in_remote(lab, 0)
