@@ -237,9 +237,9 @@ WIRE_STALL_S_MAX: Final = 10.0
 WIRE_SMALL_BYTES: Final = 64 * KIB
 # Slower than this a frame does not count as coming.
 WIRE_BYTES_PER_S_MIN: Final = 256 * KIB
-# Nor is one taken, which holds its object meanwhile: of 256 MiB that is 74 s at most. Who waits for
-# an answer for 5 s, the default, has given up long before; and all that is under way for all
-# connections goes within the first WIRE_STALL_S_MAX over a link of 1 Gbit/s.
+# Nor is one taken, which holds its object meanwhile: of 64 MiB that is 26 s at most, of the largest
+# one 138 s. Who waits for an answer for 5 s, the default, has given up long before; and all that is
+# under way for all connections goes within the first WIRE_STALL_S_MAX over a link of 1 Gbit/s.
 WIRE_SENT_BYTES_PER_S_MIN: Final = 4 * MIB
 
 # The cache server: connections and what may be under way, of one and of all.
@@ -277,6 +277,10 @@ DAEMON_CONFIG_BYTES_MAX: Final = 256 * KIB
 CONTROL_BODY_BYTES_MAX: Final = 4 * MIB
 CONTROL_KEYS_MAX: Final = 4096
 CONTROL_REQUESTS_MAX: Final = 64
+# Beyond as many connections as are answered, those that are told that they are too many.
+CONTROL_CONNECTIONS_MAX: Final = 256
+CONTROL_HEAD_BYTES_MAX: Final = 64 * KIB
+CONTROL_STALL_S_MAX: Final = 10.0
 CONTROL_OBJECTS_MAX: Final = 65_536
 CONTROL_OBJECTS_AT_ONCE: Final = 256
 CONTROL_WARMED_AT_ONCE: Final = 8

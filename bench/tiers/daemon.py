@@ -5,9 +5,10 @@ buffers on both sides, in turns: ``kvtier daemon`` with its connector (four shar
 time), a peer that does nothing but ``sendall`` and ``recv_into``, and a copy within this process.
 Beside the speed stands what both sides take of a core for each GB, which other programs on the
 machine disturb less. A read of 4 KiB gives the latency, and one of 64 KiB that of the least that
-is shared; where memory is shared, a lease of 4 KiB and its release do it alone. Beside them stand
-the same bytes from the bare socket, and an echo between two loops as ours are, which is as quick
-as a program in Python can be. The gate is that every byte comes back.
+is shared; where memory is shared, a lease with its release does it alone, and each of 16 loans
+that are asked for in one go. Beside them stand the same bytes from the bare socket, and an echo
+between two loops as ours are, which is as quick as a program in Python can be. The gate is that
+every byte comes back.
 
     python bench/tiers/daemon.py [--smoke] [--rounds N]
 """
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.lib.report import spread, write_row
 from kvtier.constants import KIB, MIB
-from kvtier.interfaces import Connector
+from kvtier.interfaces import Connector, Lending, Loan
 from kvtier.loops import new_loop
 from kvtier.registry import connect
 from kvtier.types import ReadRequest, WriteItem
@@ -42,6 +43,7 @@ from kvtier_connectors.server.settings import parse_url
 
 SHARDS = 4
 SMALL_READS = 1000
+LOANS = 16
 ECHO_BYTES = 60
 Figures = dict[str, list[float]]
 
@@ -138,10 +140,21 @@ class Served:
         self._connector = connector
 
     async def write(self, shards: list[memoryview]) -> None:
-        items = [WriteItem(b"shard %d" % n, data) for n, data in enumerate(shards)]
+        await self.store({b"shard %d" % n: data for n, data in enumerate(shards)})
+
+    async def store(self, objects: Mapping[bytes, memoryview]) -> None:
+        items = [WriteItem(key, data) for key, data in objects.items()]
         outcomes = await self._connector.write(items)
         if any(outcomes):
             raise SystemExit(f"gate: a write failed: {outcomes}")
+
+    async def lend(self, keys: Sequence[bytes]) -> list[Loan]:
+        assert isinstance(self._connector, Lending)
+        lent = await self._connector.lend(keys)
+        loans = [loan for loan in lent if isinstance(loan, Loan)]
+        if len(loans) != len(keys):
+            raise SystemExit(f"gate: a loan failed: {lent}")
+        return loans
 
     async def read(self, into: list[memoryview]) -> None:
         requests = [ReadRequest(b"shard %d" % n, 0, len(each)) for n, each in enumerate(into)]
@@ -201,11 +214,15 @@ async def latency_us(side: Served | Bare, nbytes: int) -> list[float]:
     return [await timed(lambda: side.read(small)) * 1e6 for _ in range(SMALL_READS)]
 
 
-async def leases_us(url: str) -> list[float]:
-    """How long a lease takes with its release, of the object that was read last."""
+async def leases_us(url: str, process_id: int) -> Figures:
+    """How long a lease takes with its release, of the object that was read last.
+
+    And what both sides take of a core for it.
+    """
     line = Line(parse_url(url))
     await line.open()
     found = []
+    ours_s, theirs_s = time.process_time(), spent_s(process_id)
     for _ in range(SMALL_READS):
         began = time.perf_counter()
         number = line.number()
@@ -214,7 +231,25 @@ async def leases_us(url: str) -> list[float]:
         found.append((time.perf_counter() - began) * 1e6)
         if not isinstance(leased, Leased) or leased.status is not Status.OK:
             raise SystemExit(f"gate: a lease failed: {leased}")
+    ours_s, theirs_s = time.process_time() - ours_s, spent_s(process_id) - theirs_s
     line.close()
+    return {
+        "lease_and_release_us": found,
+        "lease_client_core_us": [ours_s / SMALL_READS * 1e6],
+        "lease_server_core_us": [theirs_s / SMALL_READS * 1e6],
+    }
+
+
+async def loans_us(served: Served) -> list[float]:
+    """How long a batch of loans takes with what it is given back by, for each of them."""
+    keys = [b"small %d" % number for number in range(LOANS)]
+    await served.store({key: memoryview(bytes(64 * KIB)) for key in keys})
+    found = []
+    for _ in range(SMALL_READS // LOANS):
+        began = time.perf_counter()
+        for loan in await served.lend(keys):
+            loan.release()
+        found.append((time.perf_counter() - began) / LOANS * 1e6)
     return found
 
 
@@ -298,7 +333,8 @@ async def run(stack: ExitStack, options: argparse.Namespace) -> dict[str, object
             for word, side in (("read", served), ("bare_read", bare))
         }
         if name == "shared":
-            small["lease_and_release_us"] = await leases_us(url)
+            small |= await leases_us(url, process_id)
+            small["loan_of_16_us"] = await loans_us(served)
             small["echo_us"] = await echoes_us(start_echo(stack))
         for figure, micros in small.items():
             row[figure] = spread(micros)
