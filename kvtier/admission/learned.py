@@ -33,7 +33,8 @@ FAIR_SHARE: Final = 0.75
 ODDS_MIN: Final = 0.02
 #: Refused chunks remembered: as many as are held below, at least this many.
 REFUSED_MIN: Final = 65_536
-#: Chunks watched in all; what is written beyond that is written unwatched.
+#: Chunks watched in all, but for these few: what is written beyond that is written unwatched, and
+#: less of what was refused is remembered. Each takes some 150 bytes, so all of them 310 MB.
 WATCHED_MAX: Final = 2_000_000
 
 # An offer that was not followed by an access within this many mean delays counts as fruitless.
@@ -285,7 +286,8 @@ class Learned:
 
     def _remember(self, key: ChunkKey, row: int) -> None:
         self._refused[key] = row
-        limit = min(max(REFUSED_MIN, len(self._below)), WATCHED_MAX)
+        held = len(self._below)
+        limit = max(REFUSED_MIN, min(held, WATCHED_MAX - held))
         if len(self._refused) > limit:
             _, row = self._refused.popitem(last=False)
             self._fate[row] = _SETTLED

@@ -162,6 +162,21 @@ def test_learned_bounds_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert below.admission.remembered_count <= 50
 
 
+def test_learned_remembers_less_of_what_it_refused_where_much_is_below(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(learned_module, "REFUSED_MIN", 10)
+    monkeypatch.setattr(learned_module, "WATCHED_MAX", 200)
+    admission = Learned(10**9)
+    below = [path_of(number)[0] for number in range(200)]
+    assert all(admission.offer(entry, 0.0) for entry in below)
+    admission.left(below[0].key, 1.0)
+    for number, child in enumerate(path_of(0, *range(500))[1:]):
+        assert not admission.offer(child, 2.0), "a child is refused as long as its parent is"
+        assert admission.remembered_count == min(number + 2, 10)
+    assert admission.watched_count <= 200 + 10
+
+
 @pytest.mark.parametrize("bytes_per_day", [0, -1])
 def test_a_budget_of_nothing_is_a_mistake(bytes_per_day: int) -> None:
     with pytest.raises(ConfigError, match="above 0"):
