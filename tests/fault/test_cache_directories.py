@@ -200,11 +200,10 @@ def test_b119_one_that_takes_no_writes_leaves_them_to_the_other(
     settle(engine)
     setup.files.inject()
     clock.advance(HEALTH_BACKOFF_S_MAX)
-    store(engine, 20)  # It is tried with this one; meanwhile others go elsewhere.
-    written(engine)
+    for each in range(20, 26):
+        store(engine, each)
+        written(engine)  # While a directory is busy, or being tried, others go elsewhere.
     assert not engine.cache.stats().degraded
-    store(engine, *range(21, 26))
-    written(engine)
     assert len(files_of(setup, ill)) == 9, "it has most room"
     check_each_shard_once(setup, engine)
 
@@ -222,6 +221,7 @@ def test_b119_one_that_cannot_be_read_costs_its_chunks_alone(setup: CacheSetup) 
     assert [loads(engine, number) for number in well] == [Tier.DISK] * len(well)
     assert not any(engine.match(engine.sequence(tokens_of(number))).hits for number in ill)
 
+    settle(engine)
     store(engine, *ill[:4])
     written(engine)
     again = lying_in(setup, engine, NAMES[1], 16)
