@@ -82,8 +82,9 @@ def on_disk_alone(
 ) -> EngineDouble:
     """Store chunks, restart, and wait until both directories are open."""
     engine = open_both(setup, dram_chunks=64)
-    store(engine, *range(count))
-    written(engine)
+    for number in range(count):
+        store(engine, number)
+        written(engine)  # Then they lie by turns in both.
     setup.close(engine)
     return open_both(setup, clock=clock, dram_chunks=dram_chunks)
 
