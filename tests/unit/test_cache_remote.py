@@ -154,6 +154,7 @@ def test_one_load_has_pieces_of_dram_disk_and_remote(lab: RemoteLab) -> None:
 
 def test_what_has_come_up_is_in_dram_and_goes_to_disk(lab: RemoteLab) -> None:
     engine = lab.filled(FIVE, disk_chunks=16)
+    wait_until(lambda: not engine.cache.stats().degraded, "the disk does not open")
     engine.load(engine.match(engine.sequence(FIVE)))
     quiet(engine)  # Its last bytes were used before the fill was settled.
     assert tiers_of(engine.match(engine.sequence(FIVE))) == [Tier.DRAM] * 5
