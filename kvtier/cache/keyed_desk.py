@@ -191,8 +191,11 @@ class Desk:
         except Exception:  # Those that were not copied get an outcome below.
             _log.exception("a payload could not be copied")
         outcomes += [MissReason.WORKER] * (len(orders) - len(outcomes))
-        with self._lock:
-            self._answer(orders, outcomes)
+        try:
+            with self._lock:
+                self._answer(orders, outcomes)
+        except Exception:
+            _log.exception("what was copied could not be told")
         self._tell()
 
     def _copy(self, order: Filling | Plan) -> Outcome:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+from kvtier.cache.executor import done_boundary
 from kvtier.types import MissReason, Plan, Result
 
 #: Called with None when every worker did all of its moves, else with why not.
@@ -52,7 +54,8 @@ class OpenPlans:
             plan.reason = result.reason or MissReason.WORKER
         if not plan.waiting:
             del self._open[result.plan_id]
-            plan.answered(plan.reason)
+            # Others wait for what comes after it: their blocks are held until then.
+            done_boundary(partial(plan.answered, plan.reason))
 
     def lose(self, worker: int) -> None:
         """Answer all that a dead worker owes as failed."""

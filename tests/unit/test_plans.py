@@ -136,3 +136,21 @@ def test_an_answer_may_open_the_next_plan(room: Room) -> None:
 def test_an_empty_plan_is_a_bug(room: Room) -> None:
     with pytest.raises(AssertionError):
         room.plans.open(plan_for(1), room.answers.append)
+
+
+def test_whoever_raises_when_told_keeps_nobody_else_waiting(
+    room: Room, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(reason: MissReason | None) -> None:
+        raise LookupError(f"could not be settled after {reason}")
+
+    first = plan_for(room.plans.new_id(), 1)
+    room.plans.open(first, broken)
+    second = room.open(1)
+    room.plans.lose(1)
+    assert room.answers == [MissReason.WORKER]
+    assert not room.plans.is_open(first.plan_id)
+    assert not room.plans.is_open(second)
+    (record,) = caplog.records
+    assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], LookupError)
