@@ -30,6 +30,7 @@ from kvtier_server.data_plane import DataPlane
 from kvtier_server.disk_check import DiskCheck
 from kvtier_server.figures import Snapshot, stats_of
 from kvtier_server.gate import Control
+from kvtier_server.http_guard import GuardedProtocol
 from kvtier_server.keeper import Keeper
 from kvtier_server.live import Live
 from kvtier_server.settings import Address, DaemonConfig
@@ -181,7 +182,7 @@ class _Control(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=GuardedProtocol,
                 ws="none",
                 lifespan="off",
                 access_log=False,
