@@ -6,7 +6,8 @@ import asyncio
 import math
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from kvtier.constants import WIRE_BYTES_PER_S_MIN
@@ -130,6 +131,8 @@ class Threads:
         if refusal := self.refusal(count):
             return [refusal for _ in jobs]
         halt = Halt()
+        if count == 1 and hop is None:
+            return await self._alone(partial(_do_share, function, jobs, halt), halt, limit_s)
         run = (hop or _hop)(_do_share)
         shares = [run(function, jobs[n::count], halt, executor=self.executor) for n in range(count)]
         outcomes: list[_T | ConnectorError] = [ConnectorUnavailableError() for _ in jobs]
@@ -137,10 +140,44 @@ class Threads:
             outcomes[start::count] = share
         return outcomes
 
+    async def _alone(self, share: Callable[[], _T], halt: Halt, limit_s: float) -> _T:
+        """As ``gather`` for one share, in fewer turns of the loop."""
+        loop = asyncio.get_running_loop()
+        timer = None if math.isinf(limit_s) else loop.call_later(limit_s, halt.set)
+        self._shares += 1
+        cancelled = False
+        job = self.executor.submit(share)
+        while not job.done():
+            ended = loop.create_future()
+            job.add_done_callback(partial(_tell, loop, ended))
+            try:
+                await ended
+            except asyncio.CancelledError:
+                cancelled = True
+                halt.set()
+        self._shares -= 1
+        if timer is not None:
+            timer.cancel()
+        if cancelled:
+            raise asyncio.CancelledError
+        return job.result()
+
     def close(self) -> None:
         """Take no more shares; those that run are finished."""
         self._closed = True
         self.executor.shutdown(wait=False)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None], job: Future[_T]) -> None:
+    """From any thread: end what waits for a job in a loop that has not been closed meanwhile."""
+    del job
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(_end, ended)
+
+
+def _end(ended: asyncio.Future[None]) -> None:
+    if not ended.done():
+        ended.set_result(None)
 
 
 def _hop(function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:

@@ -87,3 +87,31 @@ async def test_a_call_that_ends_in_time_is_not_given_up() -> None:
     outcomes = await threads.each(lambda _, halt: halt.is_set(), [1, 2], shares_max=1, limit_s=60.0)
     assert outcomes == [False, False]
     threads.close()
+
+
+@pytest.mark.parametrize("shares_max", [1, 2])
+async def test_a_call_that_is_cancelled_again_and_again_waits_for_its_threads(
+    shares_max: int,
+) -> None:
+    threads, begun, let_go = Threads(2, "kvtier-test"), threading.Event(), threading.Event()
+    asked = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def work(job: int, halt: Halt) -> int:
+        halt.when_set(lambda: loop.call_soon_threadsafe(asked.set))
+        begun.set()
+        assert let_go.wait(30)
+        return job
+
+    call = asyncio.ensure_future(threads.each(work, [1, 2], shares_max=shares_max))
+    await asyncio.to_thread(begun.wait)
+    for _ in range(3):
+        call.cancel()
+        await asked.wait()
+    assert not call.done()
+    assert threads.refusal(SHARES_MAX) is not None, "its threads count for as long as they run"
+    let_go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert threads.refusal(SHARES_MAX) is None
+    threads.close()

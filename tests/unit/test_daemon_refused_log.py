@@ -30,9 +30,7 @@ def test_others_are_told_of_meanwhile_and_of_many_a_few() -> None:
     assert lines[:2] == ["10.0.0.0 is refused: why", "10.0.0.1 is refused: why"]
     assert len(told) < 100
     after = log.line("10.9.9.9", "why", LOG_INTERVAL_S)
-    assert (
-        after == f"10.9.9.9 is refused: why ({5000 - len(told)} more since the last line)"
-    )
+    assert after == f"10.9.9.9 is refused: why ({5000 - len(told)} more since the last line)"
 
 
 def test_a_peer_is_named_without_its_port() -> None:

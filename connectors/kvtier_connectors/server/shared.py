@@ -146,19 +146,32 @@ async def _each_leased(
     Whoever works has the lease to release by its number. Return what was done with each; None
     where there is no object.
     """
+    if len(keys) == 1:  # In half the time.
+        number = line.number()
+        try:
+            answer, _ = await line.ask(Lease(number, keys[0]), number)
+        except ConnectorError as error:
+            return [error.with_traceback(None)]
+        return [await _done(work, 0, answer)]
     outcomes: list[T | ConnectorError | None] = [None for _ in keys]
     asked = {line.number(): index for index, _ in enumerate(keys)}
     messages = {number: Lease(number, keys[index]) for number, index in asked.items()}
     async with aclosing(line.ask_each(messages)) as answers:
-        async for number, answer in answers:
-            index = asked[number]
-            try:
-                leased = _taken(answer)
-                if leased is not None:
-                    outcomes[index] = await work(index, leased)
-            except ConnectorError as error:
-                outcomes[index] = error.with_traceback(None)
+        async for number, outcome in answers:
+            outcomes[asked[number]] = await _done(work, asked[number], outcome)
     return outcomes
+
+
+async def _done(
+    work: Callable[[int, Leased], Coroutine[Any, Any, T]],
+    index: int,
+    answer: Message | ConnectorError,
+) -> T | ConnectorError | None:
+    try:
+        leased = _taken(answer)
+        return None if leased is None else await work(index, leased)
+    except ConnectorError as error:
+        return error.with_traceback(None)
 
 
 def _taken(answer: Message | ConnectorError) -> Leased | None:
