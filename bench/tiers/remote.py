@@ -148,10 +148,9 @@ def measure(store: Store, nbytes: int, rounds: int) -> tuple[Speeds, Speeds]:
     writes: Speeds = {name: [] for name in (*store.ways, *store.peers)}
     reads: Speeds = {name: [] for name in writes}
     for number in range(rounds + 1):
-        # Each way in each place: whoever comes first writes to memory that the server let go of.
-        names = [*store.ways]
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
+        # In any order: whoever comes behind one that leaves cold caches, or memory that the server
+        # has let go of, is slower.
+        for name in draws.sample([*store.ways], len(store.ways)):
             way = store.ways[name]
             written, read = one_round(store, name, way, shards, into)
             if number:  # The first one opens connections and warms memory.

@@ -97,8 +97,11 @@ async def test_a_call_that_is_cancelled_again_and_again_waits_for_its_threads(
     asked = asyncio.Event()
     loop = asyncio.get_running_loop()
 
+    def told() -> None:
+        loop.call_soon_threadsafe(asked.set)
+
     def work(job: int, halt: Halt) -> int:
-        halt.when_set(lambda: loop.call_soon_threadsafe(asked.set))
+        halt.when_set(told)
         begun.set()
         assert let_go.wait(30)
         return job
