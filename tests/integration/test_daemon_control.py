@@ -333,7 +333,7 @@ async def test_what_lies_here_for_a_credential_without_a_token_can_be_invalidate
         assert running.stop() == 0
     (tmp_path / "tokens").write_text("ann secret-of-ann\n# nobody else\ncat secret-of-cat\n")
     with daemon(*options) as running:
-        wait_until(lambda: running.get("/ready")["ready"], "its disk is not open")
+        wait_until(lambda: running.ask("GET", "/ready")[0] == 200, "its disk is not open")
         body = {"objects": {"all": True, "credential": "ben"}}
         told = ok(running.ask("POST", "/v1/invalidate", body, OPERATOR))
         assert told["epoch"] == 1
