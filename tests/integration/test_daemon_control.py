@@ -39,6 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def running(folder: Path) -> Iterator[Daemon]:
     options = (f"--token-file={folder}/tokens", f"--admin-token-file={folder}/operators")
     with daemon(*options, f"--disk={folder}/disk", "--disk-bytes=256MiB") as running:
+        running.wait_until_ready()
         yield running
         assert running.stop() == 0
         assert "secret" not in "\n".join(running.log)
@@ -333,7 +334,7 @@ async def test_what_lies_here_for_a_credential_without_a_token_can_be_invalidate
         assert running.stop() == 0
     (tmp_path / "tokens").write_text("ann secret-of-ann\n# nobody else\ncat secret-of-cat\n")
     with daemon(*options) as running:
-        wait_until(lambda: running.ask("GET", "/ready")[0] == 200, "its disk is not open")
+        running.wait_until_ready()
         body = {"objects": {"all": True, "credential": "ben"}}
         told = ok(running.ask("POST", "/v1/invalidate", body, OPERATOR))
         assert told["epoch"] == 1

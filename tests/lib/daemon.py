@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvtier.testing.engine_double import wait_until
 from tests.lib.program import Program, running
 
 PROGRAM = Path(sys.executable).with_name("kvtier")
@@ -63,6 +64,10 @@ class Daemon(Program):
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, json.loads(error.read())
+
+    def wait_until_ready(self) -> None:
+        """Until its disk is open: it serves before."""
+        wait_until(lambda: self.ask("GET", "/ready")[0] == 200, "it does not get ready")
 
     def connections(self) -> dict[str, int]:
         """What the data plane counts."""
