@@ -9,7 +9,8 @@ import pytest
 from kvtier.cache.match import Ready
 from kvtier.errors import TierUnavailableError
 from kvtier.types import MissReason
-from tests.lib.remote_lab import RemoteLab, tokens_of, uploaded
+from tests.lib.cache_setup import written
+from tests.lib.remote_lab import RemoteLab, tokens_of
 
 
 def test_a_closed_cache_with_a_remote_answers(tmp_path: Path) -> None:
@@ -17,7 +18,7 @@ def test_a_closed_cache_with_a_remote_answers(tmp_path: Path) -> None:
     engine = lab.open()
     sequence = engine.sequence(tokens_of(2))
     engine.store(sequence)
-    uploaded(engine)
+    written(engine)
     match = engine.match(sequence)
     before = lab.remote.objects()
 

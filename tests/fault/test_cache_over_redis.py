@@ -16,7 +16,7 @@ import pytest
 from kvtier.registry import connect
 from kvtier.testing.engine_double import EngineDouble, wait_until
 from kvtier.types import GroupKind, KVGroup, KVLayout, Tier
-from tests.lib.cache_setup import CHUNK, tier_stats
+from tests.lib.cache_setup import CHUNK, tier_stats, written
 from tests.lib.redis_cluster import (
     SLOTS,
     RedisCluster,
@@ -25,7 +25,7 @@ from tests.lib.redis_cluster import (
     redis_with_sentinel,
 )
 from tests.lib.redis_servers import RedisServer, redis_server
-from tests.lib.remote_lab import RemoteLab, remote_lab, tokens_of, uploaded
+from tests.lib.remote_lab import RemoteLab, remote_lab, tokens_of
 
 #: Chunks of 1.5 MiB: a header and two parts each.
 LARGE = KVLayout(
@@ -59,7 +59,7 @@ def filled(lab: RemoteLab, url: str) -> EngineDouble:
     engine = over(lab, url)
     for tokens in SEQUENCES:
         engine.store(engine.sequence(tokens))
-        uploaded(engine)
+        written(engine)
     assert state(engine) == "ok"
     lab.close(engine)
     return over(lab, url)
@@ -134,7 +134,7 @@ def test_slots_that_move_while_it_loads_cost_nothing(lab: RemoteLab, cluster: Re
 def store_all(engine: EngineDouble) -> None:
     for tokens in SEQUENCES:
         engine.store(engine.sequence(tokens))
-    uploaded(engine)
+    written(engine)
 
 
 def hits_come_back(lab: RemoteLab, engine: EngineDouble, url: str) -> None:

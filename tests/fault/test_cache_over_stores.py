@@ -28,9 +28,9 @@ from kvtier.types import MissReason, Tier, WriteItem
 from kvtier_connectors.decorators import Decorator
 from kvtier_connectors.decorators.encrypted import KEY_BYTES, Encrypted
 from kvtier_connectors.memory import MemoryConnector
-from tests.lib.cache_setup import CHUNK, tier_stats
+from tests.lib.cache_setup import CHUNK, tier_stats, written
 from tests.lib.real_stores import STORES, Store, real_store
-from tests.lib.remote_lab import RemoteLab, chunk_of, remote_lab, tokens_of, uploaded
+from tests.lib.remote_lab import RemoteLab, chunk_of, remote_lab, tokens_of
 from tests.lib.s3_servers import use_credentials
 
 OPERATIONS = 1000
@@ -150,7 +150,7 @@ def test_a_wall_clock_that_jumps_costs_misses_at_most(
         # What is new is taken, and with it the store is well again.
         engine = traffic.engine
         engine.store(engine.sequence(tokens_of(1, start=300_000 + 1000 * abs(days))))
-        uploaded(engine)
+        written(engine)
         assert traffic.state() == "ok"
 
 
@@ -176,7 +176,7 @@ class Seen(Decorator):
         return await super().write(items)
 
 
-def written(url: str, objects: dict[bytes, bytes]) -> None:
+def others_write(url: str, objects: dict[bytes, bytes]) -> None:
     """Somebody else writes objects."""
 
     async def write() -> None:
@@ -195,7 +195,7 @@ def in_store(
     lab.wrap = lambda _: Seen(open_store(), objects)
     engine = lab.open()
     engine.store(engine.sequence(tokens))
-    uploaded(engine)
+    written(engine)
     keys = engine.sequence(tokens).chunk_keys
     lab.close(engine)
     chunks = [{name: objects[name] for name in chunk_of(key, objects)} for key in keys]
@@ -207,7 +207,7 @@ def comes_back(lab: RemoteLab, engine: EngineDouble, tokens: range) -> None:
     """What is missed is stored again, and found after a restart."""
     for _ in range(len(tokens) // CHUNK):
         engine.store(engine.sequence(tokens))
-        uploaded(engine)
+        written(engine)
         lab.close(engine)
         engine = lab.open()
         match = engine.match(engine.sequence(tokens))
@@ -254,7 +254,7 @@ def test_b78_what_others_do_to_an_object_is_a_miss_and_is_written_anew(
     engine, chunks = in_store(lab, lambda: connect(store.url), tokens)
     own, other = chunks[SPOILED], chunks[SPOILED + 1]
     pairs = zip(own, other, strict=True)
-    written(store.url, {a: CHANGES[change](own[a], other[b]) for a, b in pairs})
+    others_write(store.url, {a: CHANGES[change](own[a], other[b]) for a, b in pairs})
     missed(engine, tokens, SPOILED)
     comes_back(lab, engine, tokens)
 
@@ -287,7 +287,7 @@ def test_b102_a_forged_object_is_a_miss_where_objects_are_encrypted(
     false = {name: forged(shard) for name, shard in chunks[SPOILED].items()}
     if "own" in forger:
         false = encrypted_by(OneKey(6), false)
-    written(store.url, {own: false[name] for name, own in names.items()})
+    others_write(store.url, {own: false[name] for name, own in names.items()})
     missed(engine, tokens, SPOILED)
     comes_back(lab, engine, tokens)
 

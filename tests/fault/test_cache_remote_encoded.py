@@ -17,10 +17,10 @@ from kvtier.registry import byte_codecs
 from kvtier.testing.engine_double import wait_until
 from kvtier.tiers.remote import incoming
 from kvtier.types import MissReason, Tier
-from tests.lib.cache_setup import CHUNK_BYTES, SPLIT, ranks
+from tests.lib.cache_setup import CHUNK_BYTES, SPLIT, ranks, written
 from tests.lib.codec_room import CHUNK, CHUNKS, EXACT, LOSSY, Room
 from tests.lib.outside_store import Store
-from tests.lib.remote_lab import RemoteLab, remote_counters, remote_lab, tokens_of, uploaded
+from tests.lib.remote_lab import RemoteLab, remote_counters, remote_lab, tokens_of
 
 TOKENS = CHUNKS * CHUNK
 
@@ -210,6 +210,6 @@ def test_what_is_retried_and_refused_gives_its_memory_back(lab: RemoteLab) -> No
     lab.remote.loses = False
     for start in range(1000, 9000, 1000):
         engine.store(engine.sequence(tokens_of(1, start=start)))
-    uploaded(engine)
+    written(engine)
     engine.cache.check_integrity()
     assert all(tier.pinned_chunks == 0 for tier in engine.cache.stats().tiers)

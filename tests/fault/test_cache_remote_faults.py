@@ -23,16 +23,14 @@ from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import EngineDouble, Loading, wait_until
 from kvtier.testing.faults import CutRead, DropKey, FailCall, Fault, Faulty, FlipBit, Operation
 from kvtier.types import Fidelity, KVLayout, Miss, MissReason, Tier
-from tests.lib.cache_setup import CHUNK, FULL, SPLIT, ranks, refused, tier_stats
+from tests.lib.cache_setup import CHUNK, FULL, SPLIT, ranks, refused, settle, tier_stats, written
 from tests.lib.remote_lab import (
     RemoteLab,
     ToyRemote,
     chunk_of,
-    quiet,
     remote_counters,
     remote_lab,
     tokens_of,
-    uploaded,
 )
 
 FIVE = tokens_of(5)
@@ -105,7 +103,7 @@ def test_b78_what_was_changed_is_a_miss_and_is_written_anew(
     wait_until(lambda: name not in lab.remote.objects(), "it is left there")
     assert state(engine) == "ok"
     engine.store(engine.sequence(FIVE))
-    uploaded(engine)
+    written(engine)
     clock.advance(3.0)
     lab.close(engine)
     engine = lab.open()
@@ -188,7 +186,7 @@ def test_a_codec_that_no_such_layout_has_is_a_miss(lab: RemoteLab) -> None:
     sequences = [engine.sequence(tokens_of(2, start)) for start in (0, 1000)]
     for sequence in sequences:
         engine.store(sequence)
-    uploaded(engine)
+    written(engine)
     lab.close(engine)
     (forged,) = chunk_of(sequences[0].chunk_keys[1], lab.remote.objects())
     data = bytearray(lab.remote.objects()[forged])
@@ -283,7 +281,7 @@ def test_b119_it_opens_goes_without_and_closes_again(
     asked = lab.remote.calls["contains"]
     assert engine.match(engine.sequence(FIVE)).tokens == 0, "nobody waits for it"
     assert lab.remote.calls["contains"] == asked
-    quiet(engine)
+    settle(engine)
     loading = begun_again(engine, match)
     assert engine.drive(loading).misses == (Miss(Tier.REMOTE, MissReason.UNAVAILABLE, len(FIVE)),)
     lab.remote.twist.clear()
@@ -324,7 +322,7 @@ def test_b110_a_store_that_is_full_is_asked_once_for_each_chunk(lab: RemoteLab) 
     lab.remote.twist["write"] = lambda answer: [ConnectorRefusedError("OOM") for _ in answer]
     for number in range(10):
         engine.store(engine.sequence(tokens_of(1, start=1000 + 100 * number)))
-    uploaded(engine)
+    written(engine)
     assert lab.remote.count("write") == 10
     assert refused(engine, Tier.REMOTE)[MissReason.NO_ROOM] == 10
     assert remote_counters(engine).io_errors == 10
@@ -333,7 +331,7 @@ def test_b110_a_store_that_is_full_is_asked_once_for_each_chunk(lab: RemoteLab) 
     lab.remote.twist.clear()
     lab.remote.loses = False
     engine.store(engine.sequence(tokens_of(1, start=9000)))
-    uploaded(engine)
+    written(engine)
     assert state(engine) == "ok"
 
 

@@ -12,11 +12,10 @@ from kvtier.constants import BREAKER_FAILURES_MAX, CLOSE_S_MIN, LATE_JOBS_MAX
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import EngineDouble, wait_until
 from kvtier.types import MissReason, Tier
-from tests.lib.cache_setup import begun, idle, tier_stats
+from tests.lib.cache_setup import begun, idle, settle, tier_stats
 from tests.lib.remote_lab import (
     RemoteLab,
     first_answer,
-    quiet,
     remote_lab,
     tokens_of,
 )
@@ -55,7 +54,7 @@ def test_b09_an_answer_after_the_deadline_writes_to_no_other_slot(lab: RemoteLab
     assert engine.store(other)
     assert tier_stats(engine.cache, Tier.DRAM).pinned_chunks == 5
     lab.remote.release()
-    quiet(engine)
+    settle(engine)
     engine.load(engine.match(other))
     assert engine.store(engine.sequence(tokens_of(3, start=1100)))
 
@@ -154,7 +153,7 @@ def test_b90_a_cancel_at_each_step_leaves_nothing_behind(lab: RemoteLab, when: s
         loading.load.cancel()
         lab.remote.release()
         assert engine.drive(loading).end_token == 0
-        quiet(engine)
+        settle(engine)
     assert engine.load(engine.match(engine.sequence(FIVE))).outcome.end_token == len(FIVE)
 
 
@@ -197,5 +196,5 @@ def test_b92_a_worker_that_dies_during_a_fetch_leaves_nothing_behind(lab: Remote
     engine.cache.lose_worker(0)
     lab.remote.release()
     assert engine.drive(loading).end_token == 0
-    quiet(engine)
+    settle(engine)
     assert engine.load(engine.match(engine.sequence(FIVE))).outcome.end_token == len(FIVE)

@@ -13,9 +13,9 @@ from kvtier.interfaces import Listable
 from kvtier.registry import connect
 from kvtier.testing.engine_double import EngineDouble, wait_until
 from kvtier.types import Tier
-from tests.lib.cache_setup import CHUNK_BYTES, tier_stats
+from tests.lib.cache_setup import CHUNK_BYTES, tier_stats, written
 from tests.lib.redis_servers import redis_server
-from tests.lib.remote_lab import RemoteLab, remote_lab, tokens_of, uploaded
+from tests.lib.remote_lab import RemoteLab, remote_lab, tokens_of
 
 CAPACITY_BYTES = 6 * CHUNK_BYTES
 SEQUENCES = [tokens_of(2, start=1000 * number) for number in range(6)]
@@ -78,7 +78,7 @@ def test_the_bound_holds_in_the_store_and_over_a_restart(lab: RemoteLab, url: st
     ready(engine)
     for tokens in SEQUENCES:
         engine.store(engine.sequence(tokens))
-        uploaded(engine)
+        written(engine)
     lab.close(engine)
     held = lying_bytes(url)
     assert CAPACITY_BYTES // 2 < held <= CAPACITY_BYTES
@@ -90,6 +90,6 @@ def test_the_bound_holds_in_the_store_and_over_a_restart(lab: RemoteLab, url: st
     assert again.match(again.sequence(SEQUENCES[0])).tokens == 0, "the oldest has gone"
     for tokens in SEQUENCES[:2]:
         again.store(again.sequence(tokens))
-        uploaded(again)
+        written(again)
     lab.close(again)
     assert lying_bytes(url) <= CAPACITY_BYTES

@@ -16,9 +16,9 @@ from kvtier.keys import shard_key
 from kvtier.registry import connect
 from kvtier.testing.engine_double import EngineDouble, Loading, wait_until
 from kvtier.types import MissReason, Namespace, Placement, Plan, Tier, WriteItem
-from tests.lib.cache_setup import BLOCK, CHUNK_BYTES, LAYOUT, tier_stats
+from tests.lib.cache_setup import BLOCK, CHUNK_BYTES, LAYOUT, settle, tier_stats, written
 from tests.lib.daemon import Daemon, daemon
-from tests.lib.remote_lab import quiet, remote_counters, tiers_of, tokens_of, uploaded
+from tests.lib.remote_lab import remote_counters, tiers_of, tokens_of
 
 FIVE = tokens_of(5)
 
@@ -41,7 +41,7 @@ def engine_at(server: Daemon, *, load_deadline_s: float = 20.0) -> Iterator[Engi
     cache = Cache(config)
     engine = EngineDouble(cache, Namespace("weights", LAYOUT), block_tokens=BLOCK, block_count=128)
     yield engine
-    quiet(engine)
+    settle(engine)
     wait_until(lambda: dram_bytes(engine) + cache.window.lent_bytes == 0, "something stays")
     engine.close()
     cache.close()
@@ -55,7 +55,7 @@ def stored(server: Daemon) -> None:
     """One engine computes five chunks, and ends."""
     with engine_at(server) as engine:
         assert engine.store(engine.sequence(FIVE))
-        uploaded(engine)
+        written(engine)
 
 
 def pinned(server: Daemon) -> int:
@@ -98,7 +98,7 @@ def test_an_engine_without_dram_loads_what_another_stored_and_copies_nothing(
         match = engine.match(engine.sequence(FIVE))
         assert tiers_of(match) == [Tier.REMOTE] * 5
         assert engine.load(match).outcome.tokens_by_tier == {Tier.REMOTE: len(FIVE)}
-        quiet(engine)
+        settle(engine)
         counters = remote_counters(engine)
         assert counters.lent_bytes == counters.read_bytes == 5 * CHUNK_BYTES
         figures = server.connections()
@@ -152,7 +152,7 @@ def test_a_server_that_is_frozen_before_it_lends_is_a_miss_in_time(server: Daemo
             engine.check(loading)
         finally:
             server.process.send_signal(signal.SIGCONT)
-        quiet(engine)
+        settle(engine)
     assert server.stop() == 0
 
 

@@ -12,9 +12,9 @@ from kvtier.constants import LEND_PAUSE_S
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import EngineDouble, wait_until
 from kvtier.types import MissReason, Tier
-from tests.lib.cache_setup import SPLIT, WINDOWED, tier_stats
+from tests.lib.cache_setup import SPLIT, WINDOWED, settle, tier_stats, written
 from tests.lib.lending_remote import LendingRemote, ToyLoan
-from tests.lib.remote_lab import RemoteLab, quiet, remote_lab, tokens_of, uploaded
+from tests.lib.remote_lab import RemoteLab, remote_lab, tokens_of
 
 SEVEN = tokens_of(7)
 LOADS = 40
@@ -72,8 +72,8 @@ def restored(
     lab: RemoteLab, engine: EngineDouble, kept: dict[bytes, bytes], clock: FakeClock
 ) -> None:
     """Put back what was dropped, and let the remote be well again."""
-    quiet(engine)
-    uploaded(engine)
+    settle(engine)
+    written(engine)
     for key, data in kept.items():
         lab.remote.put(key, data)
     clock.advance(LEND_PAUSE_S + 60.0)

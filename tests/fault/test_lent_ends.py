@@ -10,9 +10,9 @@ import pytest
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import EngineDouble, Loading, wait_until
 from kvtier.types import MissReason, Plan, Tier
-from tests.lib.cache_setup import CHUNK_BYTES, SPLIT, ranks, tier_stats
+from tests.lib.cache_setup import CHUNK_BYTES, SPLIT, ranks, settle, tier_stats
 from tests.lib.lending_remote import LendingRemote
-from tests.lib.remote_lab import RemoteLab, quiet, remote_lab, tokens_of
+from tests.lib.remote_lab import RemoteLab, remote_lab, tokens_of
 
 FIVE = tokens_of(5)
 
@@ -23,7 +23,7 @@ def lab(tmp_path: Path) -> Iterator[RemoteLab]:
         made.remotes = [LendingRemote()]
         yield made
         for engine in made.engines:
-            quiet(engine)
+            settle(engine)
             assert not engine.cache.window.lent_bytes
         assert lending(made).lent == 0
 

@@ -34,7 +34,7 @@ from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import EngineDouble, wait_until
 from kvtier.tiers.epoch_record import decode_epochs, encode_epochs
 from kvtier.types import MissReason, Namespace, Tier
-from tests.lib.cache_setup import LAYOUT, NAMESPACE, begun, tier_stats
+from tests.lib.cache_setup import LAYOUT, NAMESPACE, begun, settle, tier_stats
 from tests.lib.epoch_hosts import (
     FIVE,
     away,
@@ -49,7 +49,6 @@ from tests.lib.epoch_hosts import (
 )
 from tests.lib.remote_lab import (
     RemoteLab,
-    quiet,
     remote_counters,
     remote_lab,
 )
@@ -112,7 +111,7 @@ def test_b11_a_load_under_way_on_another_host_comes_to_nothing(lab: RemoteLab) -
     wait_until(lambda: loading.load.outcome is not None, "it goes on")
     lab.remote.release()
     assert theirs.drive(loading).end_token == 0
-    quiet(theirs)
+    settle(theirs)
 
 
 def test_b11_a_host_with_an_empty_disk_begins_where_the_others_are(lab: RemoteLab) -> None:

@@ -258,7 +258,7 @@ def settle(engine: EngineDouble) -> None:
 
 
 def written(engine: EngineDouble) -> None:
-    """Wait until everything that was stored lies on disk."""
+    """Wait until everything that was stored lies below, on disk or in remotes."""
     wait_until(lambda: engine.cache.stats().writes_queued == 0, "writes do not end")
 
 

@@ -17,11 +17,10 @@ from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import EngineDouble, wait_until
 from kvtier.tiers.epoch_record import decode_epochs
 from kvtier.types import Tier
-from tests.lib.cache_setup import NAMESPACE, tier_stats
+from tests.lib.cache_setup import NAMESPACE, tier_stats, written
 from tests.lib.remote_lab import (
     RemoteLab,
     tokens_of,
-    uploaded,
 )
 
 FIVE = tokens_of(5)
@@ -34,7 +33,7 @@ def found(engine: EngineDouble) -> int:
 
 def stored(engine: EngineDouble) -> None:
     assert engine.store(engine.sequence(FIVE))
-    uploaded(engine)
+    written(engine)
 
 
 def copies(lab: RemoteLab) -> list[bytes | None]:

@@ -38,7 +38,9 @@ from tests.lib.cache_setup import (
     ErrorLog,
     idle,
     ranks,
+    settle,
     tier_stats,
+    written,
 )
 
 T = TypeVar("T")
@@ -233,13 +235,13 @@ class RemoteLab:
             placements=how.get("placements", ranks(1)),
         )
         engine.store(engine.sequence(tokens))
-        uploaded(engine)
+        written(engine)
         self.close(engine)
         return self.open(layout, **how)
 
     def close(self, engine: EngineDouble, *, timeout_s: float = 10.0) -> None:
         """Wait until nothing moves, look that nothing is left over, and close."""
-        quiet(engine)
+        settle(engine)
         self.engines.remove(engine)
         engine.close()
         engine.cache.close(timeout_s=timeout_s)

@@ -30,8 +30,8 @@ from kvtier.errors import (
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import Loading, wait_until
 from kvtier.types import KVLayout, Tier
-from tests.lib.cache_setup import CHUNK, LAYOUT, SPLIT, WINDOWED, ranks, tier_stats
-from tests.lib.remote_lab import RemoteLab, ToyRemote, quiet
+from tests.lib.cache_setup import CHUNK, LAYOUT, SPLIT, WINDOWED, ranks, settle, tier_stats
+from tests.lib.remote_lab import RemoteLab, ToyRemote
 
 LAYOUTS: tuple[tuple[KVLayout, int], ...] = ((LAYOUT, 1), (WINDOWED, 1), (SPLIT, 2))
 #: How often a load is polled before the clock is moved to its deadline.
@@ -210,7 +210,7 @@ class RemoteMachine(RuleBasedStateMachine):
             self.clock.advance(3.0)
         elif what == "wait" and self.loading is None:
             self.heal()
-            quiet(self.engine)
+            settle(self.engine)
         elif what == "invalidate":
             with contextlib.suppress(TierUnavailableError):  # Its disk may not be open yet.
                 self.engine.cache.invalidate(self.engine.namespace)

@@ -12,8 +12,8 @@ from kvtier.errors import ConnectorUnavailableError
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import wait_until
 from kvtier.types import MissReason, Tier
-from tests.lib.cache_setup import CHUNK, tier_stats
-from tests.lib.remote_lab import RemoteLab, quiet, remote_lab, tiers_of, tokens_of, uploaded
+from tests.lib.cache_setup import CHUNK, settle, tier_stats, written
+from tests.lib.remote_lab import RemoteLab, remote_lab, tiers_of, tokens_of
 
 TWELVE = tokens_of(12)
 
@@ -29,7 +29,7 @@ def test_what_a_remote_holds_is_in_dram_before_there_are_blocks(lab: RemoteLab) 
     match = engine.match(engine.sequence(TWELVE))
     assert engine.cache.prefetch(match)
     wait_until(lambda: tier_stats(engine.cache, Tier.DRAM).chunks == 12, "it does not come")
-    quiet(engine)
+    settle(engine)
     assert not engine.cache.prefetch(match), "nothing is left to be done"
     again = engine.match(engine.sequence(TWELVE))
     assert tiers_of(again) == [Tier.DRAM] * 12
@@ -39,7 +39,7 @@ def test_what_a_remote_holds_is_in_dram_before_there_are_blocks(lab: RemoteLab) 
 def test_what_a_disk_holds_comes_up_too(lab: RemoteLab) -> None:
     engine = lab.open(disk_chunks=16)
     engine.store(engine.sequence(TWELVE))
-    uploaded(engine)
+    written(engine)
     lab.close(engine)
     lab.remotes.clear()
     engine = lab.open(disk_chunks=16)
@@ -52,7 +52,7 @@ def test_what_was_brought_up_for_a_request_counts_for_the_tier_it_lay_in(lab: Re
     mine, other = engine.sequence(TWELVE), engine.sequence(TWELVE)
     assert engine.cache.prefetch(engine.match(mine))
     wait_until(lambda: tier_stats(engine.cache, Tier.DRAM).chunks == 12, "it does not come")
-    quiet(engine)
+    settle(engine)
     again = engine.match(mine)
     assert tiers_of(again) == [Tier.DRAM] * 12, "what it costs to load is what counts there"
     engine.cache.note_admission(again, 0, len(TWELVE))
@@ -68,9 +68,9 @@ def test_what_left_dram_meanwhile_comes_from_where_it_lies(lab: RemoteLab) -> No
     engine = lab.filled(TWELVE, dram_chunks=12)
     mine = engine.sequence(TWELVE)
     assert engine.cache.prefetch(engine.match(mine))
-    quiet(engine)
+    settle(engine)
     engine.store(engine.sequence(tokens_of(12, start=1000)))
-    uploaded(engine)
+    written(engine)
     match = engine.match(mine)
     assert Tier.REMOTE in tiers_of(match)
     assert engine.load(match).outcome.tokens_by_tier == {Tier.REMOTE: len(TWELVE)}
@@ -107,7 +107,7 @@ def test_it_takes_a_part_of_dram_and_no_more(lab: RemoteLab) -> None:
     engine.store(hot)
     assert engine.cache.prefetch(engine.match(engine.sequence(TWELVE)))
     wait_until(lambda: tier_stats(engine.cache, Tier.DRAM).chunks == 7, "it does not come")
-    quiet(engine)
+    settle(engine)
     assert tier_stats(engine.cache, Tier.DRAM).chunks == 7
     assert engine.match(hot).tokens == 3 * CHUNK
 
@@ -118,7 +118,7 @@ def test_it_ends_at_the_first_chunk_that_does_not_come(lab: RemoteLab) -> None:
     lab.remote.batches.clear()
     lab.remote.twist["read"] = lambda answer: [ConnectorUnavailableError("away") for _ in answer]
     engine.cache.prefetch(match)
-    quiet(engine)
+    settle(engine)
     assert tier_stats(engine.cache, Tier.DRAM).chunks == 0
     assert lab.remote.count("read") <= 3 * 2 * PREFETCH_CHUNKS_INFLIGHT_MAX
 
@@ -130,7 +130,7 @@ def test_their_number_is_bounded(lab: RemoteLab) -> None:
         sequence = engine.sequence(tokens_of(1, start=1000 + 100 * number))
         engine.store(sequence)
         sequences.append(sequence)
-    uploaded(engine)
+    written(engine)
     lab.close(engine)
     engine = lab.open(dram_chunks=200)
     matches = [
@@ -141,7 +141,7 @@ def test_their_number_is_bounded(lab: RemoteLab) -> None:
     begun = [engine.cache.prefetch(match) for match in matches]
     assert begun == [True] * PREFETCHES_MAX + [False]
     lab.remote.release()
-    quiet(engine)
+    settle(engine)
     assert engine.cache.prefetch(matches[-1])
 
 
@@ -157,7 +157,7 @@ def test_b90_one_that_is_overdue_or_stale_leaves_nothing_behind(lab: RemoteLab) 
         else:
             engine.cache.invalidate(engine.namespace)
         lab.remote.release()
-        quiet(engine)
+        settle(engine)
         assert tier_stats(engine.cache, Tier.DRAM).chunks < 12
     assert not engine.cache.prefetch(match)
 

@@ -14,18 +14,27 @@ from kvtier.errors import ConfigError, RegistryError
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import wait_until
 from kvtier.types import MissReason, Tier
-from tests.lib.cache_setup import CHUNK, LATENT, SPLIT, WINDOWED, begun, ranks, refused, tier_stats
+from tests.lib.cache_setup import (
+    CHUNK,
+    LATENT,
+    SPLIT,
+    WINDOWED,
+    begun,
+    ranks,
+    refused,
+    settle,
+    tier_stats,
+    written,
+)
 from tests.lib.remote_lab import (
     RemoteLab,
     ToyRemote,
     chunk_of,
     first_answer,
-    quiet,
     remote_counters,
     remote_lab,
     tiers_of,
     tokens_of,
-    uploaded,
 )
 
 FIVE = tokens_of(5)
@@ -104,7 +113,7 @@ def test_a_long_prefix_is_asked_for_in_windows(lab: RemoteLab) -> None:
 def test_only_what_no_nearer_tier_holds_is_asked_for(lab: RemoteLab) -> None:
     engine = lab.open()
     engine.store(engine.sequence(FIVE))
-    uploaded(engine)
+    written(engine)
     lab.remote.batches.clear()
     assert isinstance(first_answer(engine, FIVE), Ready)
     longer = tokens_of(7)
@@ -136,12 +145,12 @@ def test_what_was_stored_comes_back_byte_by_byte(lab: RemoteLab, layout, size) -
 def test_one_load_has_pieces_of_dram_disk_and_remote(lab: RemoteLab) -> None:
     engine = lab.filled(tokens_of(6), dram_chunks=16, disk_chunks=16)
     engine.store(engine.sequence(tokens_of(4)))
-    uploaded(engine)
+    written(engine)
     lab.close(engine)
     engine = lab.open(dram_chunks=16, disk_chunks=16)
     wait_until(lambda: engine.match(engine.sequence(tokens_of(6))).tokens == 48, "disk opens")
     engine.load(engine.match(engine.sequence(tokens_of(2))))
-    quiet(engine)
+    settle(engine)
     match = engine.match(engine.sequence(tokens_of(6)))
     assert tiers_of(match) == [Tier.DRAM] * 2 + [Tier.DISK] * 2 + [Tier.REMOTE] * 2
     loading = engine.load(match)
@@ -156,9 +165,9 @@ def test_what_has_come_up_is_in_dram_and_goes_to_disk(lab: RemoteLab) -> None:
     engine = lab.filled(FIVE, disk_chunks=16)
     wait_until(lambda: not engine.cache.stats().degraded, "the disk does not open")
     engine.load(engine.match(engine.sequence(FIVE)))
-    quiet(engine)  # Its last bytes were used before the fill was settled.
+    settle(engine)  # Its last bytes were used before the fill was settled.
     assert tiers_of(engine.match(engine.sequence(FIVE))) == [Tier.DRAM] * 5
-    uploaded(engine)
+    written(engine)
     assert tier_stats(engine.cache, Tier.DISK).chunks == 5
     assert remote_counters(engine).written_bytes == 0, "the remote has it already"
 
@@ -194,13 +203,13 @@ def test_remotes_are_asked_in_their_order(lab: RemoteLab) -> None:
         remote.batches.clear()
     loading = engine.load(engine.match(sequence))
     assert loading.outcome.tokens_by_tier == {Tier.REMOTE: len(FIVE)}
-    quiet(engine)
+    settle(engine)
     read = [
         sum(count for operation, count in remote.batches if operation == "read")
         for remote in lab.remotes
     ]
     assert read == [2, 3]
-    uploaded(engine)
+    written(engine)
     assert len(lab.remote.objects()) == 5, "the first one has it again"
 
 
@@ -208,10 +217,10 @@ def test_what_a_disk_has_lost_comes_from_the_remote(lab: RemoteLab) -> None:
     """Within one load: what one place fails to give is tried from the next."""
     engine = lab.open(dram_chunks=6, disk_chunks=32)
     engine.store(engine.sequence(FIVE))
-    uploaded(engine)
+    written(engine)
     for start in range(1000, 1800, 100):
         engine.store(engine.sequence(tokens_of(1, start=start)))
-        uploaded(engine)
+        written(engine)
     match = engine.match(engine.sequence(FIVE))
     assert tiers_of(match) == [Tier.DISK] * 5
     (path,) = (lab.folder / "disk" / "shards").rglob(f"{match.hits[2].key.hex()}*")
@@ -233,11 +242,11 @@ def test_an_old_epoch_is_out_of_reach(lab: RemoteLab) -> None:
     engine.cache.invalidate(engine.namespace)
     lab.remote.release()
     assert engine.drive(loading).end_token == 0
-    quiet(engine)
+    settle(engine)
     sequence = engine.sequence(FIVE)
     assert engine.match(sequence).tokens == 0
     engine.store(sequence)
-    uploaded(engine)
+    written(engine)
     there = lab.remote.objects()  # What came up and is stale may have been deleted there.
     assert all(chunk_of(key, there) for key in sequence.chunk_keys)
 
@@ -248,7 +257,7 @@ def test_an_old_epoch_is_out_of_reach(lab: RemoteLab) -> None:
 def test_what_is_stored_is_written_once(lab: RemoteLab) -> None:
     engine = lab.filled(FIVE)
     engine.store(engine.sequence(FIVE))
-    uploaded(engine)
+    written(engine)
     assert lab.remote.count("write") == 5
     assert remote_counters(engine).written_bytes == 0
 
@@ -256,7 +265,7 @@ def test_what_is_stored_is_written_once(lab: RemoteLab) -> None:
 def test_write_back_waits_until_much_is_missing_there(lab: RemoteLab) -> None:
     engine = lab.open(dram_chunks=10, mode=WriteMode.BACK)
     engine.store(engine.sequence(tokens_of(5)))
-    quiet(engine)
+    settle(engine)
     assert lab.remote.objects() == {}
     engine.store(engine.sequence(tokens_of(1, start=1000)))
     wait_until(lambda: engine.cache.stats().writes_queued <= 3, "nothing is written back")
@@ -273,7 +282,7 @@ def test_what_leaves_dram_unwritten_is_counted(lab: RemoteLab) -> None:
     for start in range(0, 3000, 100):
         engine.store(engine.sequence(tokens_of(1, start=start)))
     lab.remote.release()
-    uploaded(engine)
+    written(engine)
     dropped = refused(engine, Tier.REMOTE)[MissReason.NO_ROOM]
     assert dropped + len(lab.remote.objects()) == 30
     assert dropped >= 10
@@ -282,11 +291,11 @@ def test_what_leaves_dram_unwritten_is_counted(lab: RemoteLab) -> None:
 def test_an_admission_decides_what_is_worth_a_write(lab: RemoteLab) -> None:
     engine = lab.open(admission="second-touch")
     engine.store(engine.sequence(FIVE))
-    uploaded(engine)
+    written(engine)
     assert lab.remote.objects() == {}
     match = engine.match(engine.sequence(FIVE))
     engine.cache.note_admission(match, 0, len(FIVE))
-    uploaded(engine)
+    written(engine)
     assert len(lab.remote.objects()) == 5
 
 
@@ -298,7 +307,7 @@ def test_a_sole_writer_keeps_its_bound(lab: RemoteLab) -> None:
     wait_until(lambda: not engine.cache.stats().degraded, "listing")
     for start in range(0, 1200, 100):
         engine.store(engine.sequence(tokens_of(1, start=start)))
-        uploaded(engine)
+        written(engine)
         assert len(lab.remote.objects()) <= 6
     stats = tier_stats(engine.cache, Tier.REMOTE)
     assert (stats.capacity_bytes, stats.used_bytes, stats.chunks) == (6 * 16384, 6 * 16384, 6)
@@ -315,7 +324,7 @@ def test_a_sole_writer_knows_after_a_restart_what_is_there(lab: RemoteLab) -> No
     assert lab.remote.calls["contains"] == 0
     for start in range(1000, 1700, 100):
         engine.store(engine.sequence(tokens_of(1, start=start)))
-        uploaded(engine)
+        written(engine)
     assert len(lab.remote.objects()) == 8
 
 
@@ -325,7 +334,7 @@ def test_what_others_lay_there_is_left_alone(lab: RemoteLab) -> None:
     wait_until(lambda: not engine.cache.stats().degraded, "listing")
     for start in range(0, 500, 100):
         engine.store(engine.sequence(tokens_of(1, start=start)))
-        uploaded(engine)
+        written(engine)
     assert b"a foreign key" in lab.remote.objects()
 
 

@@ -18,9 +18,18 @@ from kvtier.keys import tenant_digest
 from kvtier.testing.engine_double import EngineDouble
 from kvtier.types import KVLayout, Namespace
 from kvtier_connectors.memory import MemoryConnector
-from tests.lib.cache_setup import BLOCK, CHUNK, CHUNK_BYTES, LAYOUT, SPLIT, of_tenant, ranks
+from tests.lib.cache_setup import (
+    BLOCK,
+    CHUNK,
+    CHUNK_BYTES,
+    LAYOUT,
+    SPLIT,
+    of_tenant,
+    ranks,
+    settle,
+    written,
+)
 from tests.lib.outside_store import Store
-from tests.lib.remote_lab import quiet, uploaded
 
 FIVE = range(5 * CHUNK)
 
@@ -44,7 +53,7 @@ def host(store: Store, folder: Path | None, layout: KVLayout = LAYOUT) -> Iterat
     engine = EngineDouble(cache, namespace, placements=placements, block_tokens=BLOCK)
     try:
         yield engine
-        quiet(engine)
+        settle(engine)
     finally:
         engine.close()
         cache.close()
@@ -52,7 +61,7 @@ def host(store: Store, folder: Path | None, layout: KVLayout = LAYOUT) -> Iterat
 
 def stored(engine: EngineDouble) -> None:
     engine.store(engine.sequence(FIVE))
-    uploaded(engine)
+    written(engine)
 
 
 def filled(store: Store, folder: Path) -> None:

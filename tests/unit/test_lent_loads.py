@@ -12,17 +12,25 @@ from kvtier.errors import ConnectorUnavailableError
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import EngineDouble, Loading, wait_until
 from kvtier.types import KVLayout, MissReason, Plan, Tier
-from tests.lib.cache_setup import CHUNK, CHUNK_BYTES, LAYOUT, SPLIT, WINDOWED, ranks, tier_stats
+from tests.lib.cache_setup import (
+    CHUNK,
+    CHUNK_BYTES,
+    LAYOUT,
+    SPLIT,
+    WINDOWED,
+    ranks,
+    settle,
+    tier_stats,
+    written,
+)
 from tests.lib.lending_remote import LendingRemote, ToyLoan
 from tests.lib.remote_lab import (
     RemoteLab,
     chunk_of,
-    quiet,
     remote_counters,
     remote_lab,
     tiers_of,
     tokens_of,
-    uploaded,
 )
 
 FIVE = tokens_of(5)
@@ -45,7 +53,7 @@ def quietly(lab: RemoteLab) -> None:
     """In the end nothing is lent any more, nothing lies in DRAM, and the books agree."""
     remote = lending(lab)
     for engine in lab.engines:
-        quiet(engine)
+        settle(engine)
         wait_until(lambda: empty(engine), "something stays")  # noqa: B023 - called at once
     assert remote.lent == 0
 
@@ -72,7 +80,7 @@ def poised(lab: RemoteLab, engine: EngineDouble) -> tuple[Loading, list[Plan]]:
 def load_all(engine: EngineDouble) -> None:
     """Load it and wait until what brought it has ended, a little after the load itself."""
     assert engine.load(engine.match(engine.sequence(FIVE))).outcome.end_token == len(FIVE)
-    quiet(engine)
+    settle(engine)
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, WINDOWED, SPLIT], ids=["full", "windowed", "split"])
@@ -82,7 +90,7 @@ def test_what_is_lent_comes_from_where_it_lies(lab: RemoteLab, layout: KVLayout)
     assert tiers_of(match) == [Tier.REMOTE] * 5
     outcome = engine.load(match).outcome
     assert outcome.tokens_by_tier == {Tier.REMOTE: len(FIVE)}
-    quiet(engine)
+    settle(engine)
     counters = remote_counters(engine)
     assert counters.lent_bytes == counters.read_bytes > 0
     assert lab.remote.calls["read"] == 0
@@ -95,7 +103,7 @@ def test_it_is_lent_anew_for_each_load_and_nothing_of_it_is_matched_in_dram(lab:
         match = engine.match(engine.sequence(FIVE))
         assert tiers_of(match) == [Tier.REMOTE] * 5
         engine.load(match)
-        quiet(engine)
+        settle(engine)
     assert len(lending(lab).loans) == 15
 
 
@@ -129,7 +137,7 @@ def test_what_fails_its_checksum_after_its_lender_has_gone_is_nobodys_fault(lab:
     outcome = engine.drive(begun(engine))
     assert outcome.end_token == 0
     assert MissReason.CORRUPT not in {miss.reason for miss in outcome.misses}
-    quiet(engine)
+    settle(engine)
     assert len(lab.remote.objects()) == 5
     assert lab.remote.calls["delete"] == 0
 
@@ -173,7 +181,7 @@ def test_what_is_not_lent_is_copied_and_the_remote_left_alone_for_a_while(lab: R
 def test_what_is_encoded_is_copied(lab: RemoteLab) -> None:
     writer = lab.open(byte_codec="zstd")
     writer.store(writer.sequence(FIVE))
-    uploaded(writer)
+    written(writer)
     lab.close(writer)
     engine = lab.open(dram_chunks=0)
     load_all(engine)
@@ -241,7 +249,7 @@ def test_a_lender_that_hangs_is_waited_for_until_the_deadline_and_pays_late(lab:
 def test_what_is_stored_is_written_below_and_leaves(lab: RemoteLab) -> None:
     engine = lab.open(dram_chunks=0)
     assert engine.store(engine.sequence(FIVE))
-    uploaded(engine)
+    written(engine)
     wait_until(lambda: empty(engine), "what is written stays")
     assert len(lab.remote.objects()) == 5
     assert remote_counters(engine).refused_chunks == {}
@@ -274,10 +282,10 @@ def test_what_is_still_to_be_written_gives_way_to_nothing(
     refused = tier_stats(engine.cache, Tier.DRAM).counters.refused_chunks
     assert refused == {MissReason.CROWDED: 1 + 2}, "each counts once"
     lab.remote.release()
-    uploaded(engine)
+    written(engine)
     assert len(lab.remote.objects()) == 4
     wait_until(lambda: engine.store(other), "there is no room")
-    uploaded(engine)
+    written(engine)
 
 
 def test_what_is_owed_to_a_remote_that_fails_gives_way(

@@ -26,15 +26,13 @@ from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import EngineDouble, wait_until
 from kvtier.tiers.remote import tier as tier_module
 from kvtier.types import MissReason, Tier
-from tests.lib.cache_setup import CHUNK, LAYOUT, refused, tier_stats
+from tests.lib.cache_setup import CHUNK, LAYOUT, refused, settle, tier_stats, written
 from tests.lib.remote_lab import (
     RemoteLab,
     first_answer,
-    quiet,
     remote_counters,
     remote_lab,
     tokens_of,
-    uploaded,
 )
 
 
@@ -57,7 +55,7 @@ def test_what_waits_goes_in_batches_and_few_jobs_are_out(lab: RemoteLab) -> None
     store_many(engine, 2 * UPLOAD_CHUNKS_MAX, start=50_000)
     assert lab.remote.calls["contains"] == UPLOAD_JOBS_MAX
     lab.remote.release()
-    uploaded(engine)
+    written(engine)
     asked = [count for operation, count in lab.remote.batches if operation == "contains"]
     assert asked[: UPLOAD_JOBS_MAX + 1] == [1] * UPLOAD_JOBS_MAX + [UPLOAD_CHUNKS_MAX]
     assert sum(asked) == UPLOAD_JOBS_MAX + 2 * UPLOAD_CHUNKS_MAX
@@ -74,7 +72,7 @@ def test_what_waits_is_bounded(lab: RemoteLab) -> None:
         store_many(engine, 5, start=50_000)
         assert refused(engine, Tier.REMOTE) == {MissReason.UNAVAILABLE: 2}
         lab.remote.release()
-        uploaded(engine)
+        written(engine)
     assert len(lab.remote.objects()) == UPLOAD_JOBS_MAX + 3
 
 
@@ -82,7 +80,7 @@ def test_parents_are_written_before_their_children(lab: RemoteLab) -> None:
     engine = lab.open(connections=1)
     sequence = engine.sequence(tokens_of(20))
     engine.store(sequence)
-    uploaded(engine)
+    written(engine)
     assert [key[:32] for key in lab.remote.written] == sequence.chunk_keys
 
 
@@ -112,8 +110,8 @@ def test_a_chunk_that_leaves_dram_while_it_is_written_is_written_whole(lab: Remo
     assert engine.cache.remove(sequence.chunk_keys) == [False]
     store_many(engine, 3, start=1000)
     lab.remote.release()
-    uploaded(engine)
-    quiet(engine)
+    written(engine)
+    settle(engine)
     lab.close(engine)
     engine = lab.open()
     assert engine.load(engine.match(engine.sequence(tokens_of(1)))).outcome.end_token == CHUNK
@@ -135,7 +133,7 @@ def test_a_remote_that_is_bounded_writes_nothing_before_it_knows_what_is_there(
         return not engine.cache.stats().degraded
 
     wait_until(listed, "it is not listed")
-    uploaded(engine)
+    written(engine)
     assert len(lab.remote.objects()) == 3
 
 
@@ -147,7 +145,7 @@ def test_a_listing_beyond_its_bound_is_told_and_nothing_is_written(lab: RemoteLa
         engine = lab.open(capacity_bytes=64 * 16384)
         wait_until(lambda: tier_stats(engine.cache, Tier.REMOTE).state == "full", "not told")
         store_many(engine, 1)
-        quiet(engine)
+        settle(engine)
     assert lab.remote.calls["list"] == 1
     assert len(lab.remote.objects()) == 4
 
@@ -172,7 +170,7 @@ def test_what_is_remembered_of_a_remote_is_bounded(lab: RemoteLab) -> None:
     with mock.patch.object(tier_module, "REMOTE_KNOWN_CHUNKS_MAX", 2):
         engine = lab.open()
     store_many(engine, 3)
-    uploaded(engine)
+    written(engine)
     lab.remote.batches.clear()
     engine.match(engine.sequence(tokens_of(1)))
     engine.store(engine.sequence(tokens_of(1)))
@@ -208,7 +206,7 @@ def test_fair_shares_a_short_load_ends_while_a_long_one_goes_on(lab: RemoteLab) 
     engine = lab.open(LAYOUT, dram_chunks=64)
     engine.store(engine.sequence(long))
     engine.store(engine.sequence(short))
-    uploaded(engine)
+    written(engine)
     lab.close(engine)
     engine = lab.open(connections=1)
     first = engine.begin_load(engine.match(engine.sequence(long)))
