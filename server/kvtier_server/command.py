@@ -48,6 +48,30 @@ _DiskBytes = Annotated[
         show_default="100GiB",
     ),
 ]
+_DiskAdmission = Annotated[
+    _Text,
+    typer.Option(
+        metavar="NAME",
+        help="What is written to disk.",
+        show_default=_default("disk_admission"),
+    ),
+]
+_DiskWriteBytesPerDay = Annotated[
+    _Text,
+    typer.Option(
+        metavar="SIZE",
+        help="Most that is written to disk in a day; 0: no bound.",
+        show_default=_default("disk_write_bytes_per_day"),
+    ),
+]
+_Durability = Annotated[
+    _Text,
+    typer.Option(
+        metavar="LEVEL",
+        help="When an object on disk survives a power failure: none, batch, each.",
+        show_default=_default("durability"),
+    ),
+]
 _Remote = Annotated[
     _Texts, typer.Option(metavar="URL", help="What to ask for what is not here; repeatable.")
 ]
@@ -120,6 +144,9 @@ def daemon(
     dram: _Dram = None,
     disk: _Disk = None,
     disk_bytes: _DiskBytes = None,
+    disk_admission: _DiskAdmission = None,
+    disk_write_bytes_per_day: _DiskWriteBytesPerDay = None,
+    durability: _Durability = None,
     remote: _Remote = None,
     remote_codec: _RemoteCodec = None,
     policy: _Policy = None,
@@ -144,6 +171,9 @@ def daemon(
         "dram": dram,
         "disk": disk,
         "disk_bytes": disk_bytes,
+        "disk_admission": disk_admission,
+        "disk_write_bytes_per_day": disk_write_bytes_per_day,
+        "durability": durability,
         "remote": remote,
         "remote_codec": remote_codec,
         "policy": policy,

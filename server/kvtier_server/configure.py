@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from kvtier.cache.below.encoder import named_encoder
-from kvtier.config import CacheConfig, DiskConfig, RemoteConfig, parse_size
+from kvtier.config import CacheConfig, DiskConfig, Durability, RemoteConfig, parse_size
 from kvtier.errors import ConfigError, MissingExtraError, RegistryError, nearest
-from kvtier.registry import connectors, policies, split_scheme
+from kvtier.registry import admissions, connectors, policies, split_scheme
 from kvtier_server.credentials import Door, Tokens, is_credential, read_tokens
 from kvtier_server.options import Options
 from kvtier_server.settings import DaemonConfig, parse_address, tls_files
 
 #: A server below a server would be asked for what it asks for.
 _OWN: Final = ("kvtier", "kvtiers", "kvtier+unix")
+_OF_DISK: Final = ("disk_bytes", "disk_admission", "disk_write_bytes_per_day", "durability")
 #: How settings of the cache are named on the command line.
 _OPTIONS: Final = {
     "dram_bytes": "--dram",
@@ -58,11 +60,9 @@ def _cache_config(options: Options) -> CacheConfig:
     for url in options.remote:
         _check_remote(url)
     _check_remote_codec(options)
+    _check_disk(options)
     policy, dram_bytes = options.policy, _size("--dram", options.dram)
-    if policy not in policies.names():
-        known = policies.names()
-        allowed = f"{', '.join(known)}{nearest(policy, known)}"
-        raise ConfigError(f"--policy = {policy!r}: allowed is {allowed}")
+    _check_known("--policy", policy, policies.names())
     try:
         return CacheConfig(
             dram_bytes,
@@ -83,7 +83,32 @@ def _disk_config(options: Options) -> DiskConfig:
         first, *more = [str(Path(path).expanduser()) for path in options.disk]
     except RuntimeError as error:
         raise ConfigError(f"--disk = {list(options.disk)}: {error}") from error
-    return DiskConfig(first, options.disk_bytes, more_paths=tuple(more), policy=options.policy)
+    _check_known("--disk-admission", options.disk_admission, admissions.names())
+    _check_known("--durability", options.durability, [each.value for each in Durability])
+    return DiskConfig(
+        first,
+        options.disk_bytes,
+        Durability(options.durability),
+        policy=options.policy,
+        more_paths=tuple(more),
+        admission=options.disk_admission,
+        write_bytes_per_day=_size("--disk-write-bytes-per-day", options.disk_write_bytes_per_day),
+    )
+
+
+def _check_disk(options: Options) -> None:
+    """Refuse what is said of a disk where there is none."""
+    for name in _OF_DISK if not options.disk else ():
+        value = getattr(options, name)
+        if value != getattr(Options(), name):
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} = {value!r}: allowed is with --disk alone")
+
+
+def _check_known(option: str, name: str, known: Sequence[str]) -> None:
+    if name not in known:
+        allowed = f"{', '.join(known)}{nearest(name, known)}"
+        raise ConfigError(f"{option} = {name!r}: allowed is {allowed}")
 
 
 def _check_remote(url: str) -> None:

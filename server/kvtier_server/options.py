@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from kvtier.config import from_table, parse_size, reject_unknown
+from kvtier.config import Durability, from_table, parse_size, reject_unknown
 from kvtier.constants import (
     DAEMON_CONFIG_BYTES_MAX,
     DAEMON_CONNECTIONS_MAX,
@@ -25,7 +25,7 @@ _UID_MAX: Final = 2**32 - 2
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 #: A table of the file: how much single credentials may hold.
 _QUOTAS: Final = "quotas"
-_SIZES: Final = ("dram", "quota")
+_SIZES: Final = ("dram", "quota", "disk_write_bytes_per_day")
 _SEVERAL: Final[tuple[str, ...]] = ("listen", "disk", "remote", "allow_uid")
 
 
@@ -38,6 +38,9 @@ class Options:
     dram: str = "4GiB"
     disk: tuple[str, ...] = ()
     disk_bytes: int = 100 << 30
+    disk_admission: str = "everything"
+    disk_write_bytes_per_day: str = "0"
+    durability: str = Durability.NONE.value
     remote: tuple[str, ...] = ()
     remote_codec: str | None = None
     policy: str = "lru"

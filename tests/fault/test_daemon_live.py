@@ -65,6 +65,7 @@ async def do(running: Daemon, method: str, path: str, body: object = None) -> An
 
 async def test_what_is_invalidated_while_it_is_read_is_never_seen_again(tmp_path: Path) -> None:
     with daemon(f"--disk={tmp_path}/disk", "--disk-bytes=256MiB") as running:
+        running.wait_until_ready()
         writer, reader = connect(running.urls[0]), connect(running.urls[0])
         floor, seen, over = 0, 0, asyncio.Event()
 
@@ -95,6 +96,7 @@ async def test_what_is_invalidated_while_it_is_read_is_never_seen_again(tmp_path
 
 async def test_what_is_evicted_while_it_is_read_is_whole_or_gone(tmp_path: Path) -> None:
     with daemon(f"--disk={tmp_path}/disk", "--disk-bytes=256MiB") as running:
+        running.wait_until_ready()
         writer, reader = connect(running.urls[0]), connect(running.urls[0])
         over = asyncio.Event()
         found: set[int | None] = set()
@@ -123,6 +125,7 @@ async def test_what_is_evicted_while_it_is_read_is_whole_or_gone(tmp_path: Path)
 async def test_an_epoch_outlives_a_kill(tmp_path: Path) -> None:
     options = (f"--disk={tmp_path}/disk", "--disk-bytes=256MiB")
     with daemon(*options) as running:
+        running.wait_until_ready()
         connector = connect(running.urls[0])
         assert await write(connector, 1) == [None] * len(KEYS)
         assert (await do(running, "POST", "/v1/invalidate", EVERYTHING))["epoch"] == 1
@@ -130,6 +133,7 @@ async def test_an_epoch_outlives_a_kill(tmp_path: Path) -> None:
         running.process.wait()
         await connector.close()
     with daemon(*options) as running:
+        running.wait_until_ready()
         connector = connect(running.urls[0])
         assert await read(connector) == [None] * len(KEYS)
         await connector.close()
@@ -199,7 +203,7 @@ async def test_settings_are_read_anew_under_load_and_withdrawn_tokens_end(files:
 WRONG = {
     "dram = '1GiB'": "",
     "listen = '127.0.0.1:1'": "",
-    "disk = '/kv'": "disk, disk_bytes: cannot change while the server runs",
+    "disk = '/kv'": "durability: cannot change while the server runs",
     "policy = 'arc'": "policy: cannot change while the server runs",
     "insecure = true": "insecure: cannot change while the server runs",
     "polcy = 'arc'": "has no 'polcy' (did you mean 'policy'?)",
@@ -298,11 +302,11 @@ async def test_a_server_that_is_stopped_under_load_keeps_what_it_took(tmp_path: 
 
         loading = asyncio.create_task(load())
         await begun.wait()
-        running.process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(running.process.wait, 30) == 0
+        assert await asyncio.to_thread(running.stop) == 0
         await loading
         await connector.close()
     with daemon(*options) as running:
+        running.wait_until_ready()
         connector = connect(running.urls[0])
         versions = await read(connector)
         # The last writes may have come through without their answers.

@@ -80,11 +80,7 @@ async def store(running: Daemon, folder: Path, name: str, *, all_of_it: bool = T
     outcomes = await connector.write(items)
     await connector.close()
     assert outcomes == [None] * len(KEYS) or not all_of_it
-
-    def written() -> bool:
-        return not running.get("/v1/stats", OPERATOR)["cache"]["writes_queued"]
-
-    wait_until(written, "something is not written")
+    running.wait_until_written(OPERATOR)
 
 
 async def held(running: Daemon, folder: Path, name: str) -> list[bool]:
@@ -341,3 +337,20 @@ async def test_what_lies_here_for_a_credential_without_a_token_can_be_invalidate
         body["objects"]["credential"] = "dan"
         assert running.ask("POST", "/v1/invalidate", body, OPERATOR)[0] == 404
         assert running.stop() == 0
+
+
+async def test_what_is_asked_for_once_is_not_written_where_that_is_the_admission(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "tokens").write_text("ann secret-of-ann\n")
+    (tmp_path / "operators").write_text(OPERATOR)
+    files = (f"--token-file={tmp_path}/tokens", f"--admin-token-file={tmp_path}/operators")
+    with daemon(
+        *files, f"--disk={tmp_path}/disk", "--disk-bytes=256MiB", "--disk-admission=second-touch"
+    ) as running:
+        running.wait_until_ready()
+        await store(running, tmp_path, "ann")
+        assert of(running, "ann")["disk_bytes"] == 0
+        assert all(await held(running, tmp_path, "ann"))
+        size = len(KEYS) * MIB
+        wait_until(lambda: of(running, "ann")["disk_bytes"] >= size, "nothing is written")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.cli.main import run
+from kvtier.config import Durability
 from kvtier.constants import DAEMON_CONFIG_BYTES_MAX, GIB, MIB
 from kvtier.errors import ConfigError
 from kvtier_server.configure import configure
@@ -56,6 +57,33 @@ def test_a_file_says_what_the_command_line_does_not(file: Path) -> None:
 
 def test_without_a_file_the_defaults_hold() -> None:
     assert read_options(None, {"listen": ["127.0.0.1:0"]}) == Options(listen=("127.0.0.1:0",))
+
+
+def test_the_disk_is_written_as_it_is_told_to() -> None:
+    file = {"disk_admission": "second-touch", "disk_write_bytes_per_day": "1GiB"}
+    given = {"listen": ["127.0.0.1:0"], "disk": ["/kv"], "durability": "each", **file}
+    config = configure(read_options(None, given))
+    disk = config.cache.disk
+    assert disk is not None
+    assert (disk.admission, disk.write_bytes_per_day) == ("second-touch", GIB)
+    assert disk.durability == Durability.EACH
+    shown = config.shown()
+    assert (shown["disk_admission"], shown["durability"]) == ("second-touch", "each")
+    assert shown["disk_write_bytes_per_day"] == GIB
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("disk_admission", "second-tuch", r"did you mean 'second-touch'\?"),
+        ("durability", "all", "--durability = 'all': allowed is none, batch, each"),
+        ("disk_write_bytes_per_day", "1GB", "--disk-write-bytes-per-day = '1GB': not a size"),
+    ],
+)
+def test_what_is_written_to_disk_is_checked(name: str, value: str, said: str) -> None:
+    options = read_options(None, {"listen": ["127.0.0.1:0"], "disk": ["/kv"], name: value})
+    with pytest.raises(ConfigError, match=said):
+        configure(options)
 
 
 REFUSED = {
