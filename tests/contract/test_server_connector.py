@@ -16,6 +16,7 @@ from kvtier.interfaces import Connector
 from kvtier.registry import connect
 from kvtier.testing.connector_contract import ConnectorContract
 from kvtier.testing.lending_contract import LendingContract
+from tests.lib.certificates import make_authority
 from tests.lib.daemon import Daemon, daemon
 
 CREDENTIALS = 200
@@ -27,6 +28,7 @@ class Room:
 
     running: Daemon
     tokens: Path
+    ca: Path | None = None
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def connect(self, url: str) -> Connector:
@@ -36,12 +38,28 @@ class Room:
 @pytest.fixture(scope="module")
 def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
     folder = tmp_path_factory.mktemp("daemon")
-    tokens = folder / "tokens"
-    tokens.write_text("".join(f"n{number} secret-{number}\n" for number in range(CREDENTIALS)))
+    tokens = write_tokens(folder)
     options = (f"--disk={folder}/disk", "--disk-bytes=256MiB", f"--token-file={tokens}")
     with daemon(*options, listen=("127.0.0.1:0", f"unix:{folder}/socket")) as running:
         yield Room(running, tokens)
         assert running.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def tls_room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
+    folder = tmp_path_factory.mktemp("daemon-tls")
+    tokens = write_tokens(folder)
+    made = make_authority(folder / "authority")
+    options = (f"--tls-cert={made.server_cert}", f"--tls-key={made.server_key}")
+    with daemon(*options, f"--token-file={tokens}") as running:
+        yield Room(running, tokens, ca=made.ca)
+        assert running.stop() == 0
+
+
+def write_tokens(folder: Path) -> Path:
+    tokens = folder / "tokens"
+    tokens.write_text("".join(f"n{number} secret-{number}\n" for number in range(CREDENTIALS)))
+    return tokens
 
 
 class _AtAServer(ConnectorContract):
@@ -53,6 +71,15 @@ class _AtAServer(ConnectorContract):
 class TestOverTcp(_AtAServer):
     def make_connector(self) -> Connector:
         return self.room.connect(f"{self.room.running.urls[0]}?")
+
+
+class TestOverTls(ConnectorContract):
+    @pytest.fixture(autouse=True)
+    def _room(self, tls_room: Room) -> None:
+        self.room = tls_room
+
+    def make_connector(self) -> Connector:
+        return self.room.connect(f"{self.room.running.urls[0]}?ca={self.room.ca}&")
 
 
 class TestOverAUnixSocket(_AtAServer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import uuid
 from collections.abc import Iterator
@@ -26,11 +27,12 @@ from kvtier.testing.connector_contract import (
 from kvtier.types import KeyInfo, ReadRequest, WriteItem
 from kvtier_connectors.s3 import S3Connector
 from kvtier_connectors.s3.answers import Piece
-from kvtier_connectors.s3.bucket import KEY_BYTES_MAX, Bucket, Upload
+from kvtier_connectors.s3.bucket import DELETES_MAX, KEY_BYTES_MAX, Bucket, Upload
 from kvtier_connectors.s3.settings import Settings, parse_url
 from kvtier_connectors.threads import Halt
+from tests.lib.fault_proxy import fault_proxy
 from tests.lib.opened import Opened
-from tests.lib.s3_servers import BUCKET, client, seaweed, url_of, use_credentials
+from tests.lib.s3_servers import BUCKET, CREDENTIALS, client, seaweed, url_of, use_credentials
 
 PIECE_BYTES = Settings("bucket").piece_bytes
 MULTIPART_BYTES = Settings("bucket").multipart_bytes
@@ -211,3 +213,31 @@ async def test_after_close_outcomes_are_errors(url: str) -> None:
     await connector.close()
     ((outcome, _),) = await get(connector, [ReadRequest(b"key", 0, 4)])
     assert isinstance(outcome, ConnectorUnavailableError)
+
+
+async def test_objects_spread_over_prefixes_whatever_their_keys_begin_with(
+    url: str, user: Any, opened: Opened
+) -> None:
+    connector = opened(kvtier.registry.connect(url))
+    await put(connector, {b"the same beginning %d" % number: b"x" for number in range(32)})
+    place = url.partition("?")[0].rpartition("/")[2]
+    found = user.list_objects_v2(Bucket=BUCKET, Prefix=place)["Contents"]
+    folders = {each["Key"].removeprefix(place).strip("/").partition("/")[0] for each in found}
+    assert len(folders) > 16
+
+
+async def test_many_keys_are_deleted_by_few_requests_and_no_log_tells_the_secret(
+    endpoint: str, opened: Opened, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    keys = [b"key%d" % number for number in range(DELETES_MAX + 1)]
+    async with fault_proxy(endpoint) as proxy:
+        connector = opened(kvtier.registry.connect(url_of(proxy.endpoint, uuid.uuid4().hex)))
+        await put(connector, dict.fromkeys(keys[::250], b"x"))
+        before = proxy.requests
+        await connector.delete(keys)
+        assert proxy.requests == before + 2
+        assert await connector.contains(keys[::250]) == [False] * len(keys[::250])
+        await connector.close()
+    assert "DeleteObjects" in caplog.text
+    assert CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in caplog.text
