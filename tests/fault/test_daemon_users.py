@@ -1,7 +1,8 @@
-"""Other users of the machine at a cache server's Unix socket. The tests run as root."""
+"""Other users of the machine at a cache server's Unix socket."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from kvtier.registry import connect
 from kvtier.types import WriteItem
 from tests.lib.daemon import daemon
 
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 THEIRS, STRANGER = 65_534, 65_533
 #: Becomes another user once it has all that it needs, and says what it met.
 CLIENT = """

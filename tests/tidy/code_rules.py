@@ -47,6 +47,7 @@ MISSING = (
     "needs Chromium",
     "needs Mooncake",
     "needs atheris",
+    "needs root",
     "needs `make test-engines`",
 )
 TASK_MARK = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
