@@ -126,6 +126,8 @@ def test_a_disk_that_hangs_costs_a_deadline(
     run = VllmRun(options(copied, load_deadline_s=1.0), processes=True)
     (served,) = run.serve(asked[:10], COUNT).served()
     assert served.tokens == plain.tokens[:10]
+    # Computing all fifty, and a deadline for each of the ten.
+    assert served.seconds < plain.seconds + 10 * 1.0
 
 
 @pytest.fixture
@@ -143,6 +145,8 @@ def test_a_remote_that_hangs_costs_a_deadline(
     run = VllmRun({**some, "pending_deadline_s": 0.5}, processes=True)
     (served,) = run.serve(asked[:10], COUNT).served()
     assert served.tokens == plain.tokens[:10]
+    # Computing all fifty, and a deadline for each of the ten.
+    assert served.seconds < plain.seconds + 10 * 0.5
 
 
 def test_zeros_in_place_of_what_was_stored_are_seen(

@@ -122,7 +122,7 @@ def test_b78_another_keys_bytes_are_a_miss(lab: RemoteLab) -> None:
     assert loading.outcome.misses[0].reason is MissReason.CORRUPT
 
 
-def test_b55_one_rank_s_shard_that_is_wrong_shortens_the_load_of_both(lab: RemoteLab) -> None:
+def test_b45_one_rank_s_shard_that_is_wrong_shortens_the_load_of_both(lab: RemoteLab) -> None:
     engine = lab.filled(FIVE, layout=SPLIT, placements=ranks(2))
     key = engine.sequence(FIVE).chunk_keys[3]
     _, second = chunk_of(key, lab.remote.objects())

@@ -118,7 +118,7 @@ def test_what_is_lent_is_held_until_the_workers_have_answered(server: Daemon) ->
     assert server.stop() == 0
 
 
-def test_b98_a_server_killed_while_its_memory_is_read_gives_no_token(server: Daemon) -> None:
+def test_b73_a_server_killed_while_its_memory_is_read_gives_no_token(server: Daemon) -> None:
     stored(server)
     with engine_at(server) as engine:
         loading, plans = poised(engine)

@@ -170,7 +170,7 @@ UNSERVED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
-async def test_what_is_not_served_is_refused_unless_it_asks_for_nothing(name: str) -> None:
+async def test_b104_what_is_not_served_is_refused_unless_it_asks_for_nothing(name: str) -> None:
     api = Api()
     error = error_of(await api.chat(**{name: UNSERVED[name]}))
     assert (error["param"], error["code"]) == (name, "unsupported_parameter")
