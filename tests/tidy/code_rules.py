@@ -48,6 +48,7 @@ MISSING = (
     "needs Mooncake",
     "needs atheris",
     "needs root",
+    "needs redis-server",
     "needs `make test-engines`",
 )
 TASK_MARK = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
