@@ -69,6 +69,29 @@ class Daemon(Program):
         """Until its disk is open: it serves before."""
         wait_until(lambda: self.ask("GET", "/ready")[0] == 200, "it does not get ready")
 
+    def wait_until_written(self, token: str = "") -> None:
+        """Until what clients have stored lies below, on disk or in remotes."""
+        wait_until(
+            lambda: not self.get("/v1/stats", token)["cache"]["writes_queued"], "writes do not end"
+        )
+
+    def held(self) -> dict[str, int]:
+        """What it holds for clients. What goes to disk is pinned until it is there."""
+        stats = self.get("/v1/stats")
+        cache, connections = stats["cache"], stats["connections"]
+        found = {name: connections[name] for name in ("open", "inflight_bytes", "stopped")}
+        found |= {name: cache[name] for name in ("loads_inflight", "stores_inflight")}
+        pinned = {f"pinned in {tier['name']}": tier["pinned_chunks"] for tier in stats["tiers"]}
+        return found | pinned
+
+    def wait_until_nothing_is_held(self) -> None:
+        """Until nobody is there and nothing is kept for anybody."""
+        try:
+            wait_until(lambda: not any(self.held().values()), "something is held for nobody")
+        except AssertionError as error:
+            error.add_note(str(self.held()))
+            raise
+
     def connections(self) -> dict[str, int]:
         """What the data plane counts."""
         figures: dict[str, int] = self.get("/v1/stats")["connections"]
