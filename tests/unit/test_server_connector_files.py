@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import os
 import socket
+import termios
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -154,6 +155,30 @@ async def test_a_file_that_is_not_what_is_said_is_done_without(tmp_path: Path, n
     assert await read(tmp_path, server) == (NBYTES, b"d" * NBYTES)
     assert server.count(Read) == 1
     assert figures(os.getpid()).descriptors == before
+
+
+class Babbling(Server):
+    """Sends the beginning of an answer, and when that was taken more than it can go on with."""
+
+    babbles: asyncio.Task[None]
+
+    def answer(self, message: Message, writer: asyncio.StreamWriter) -> None:
+        if isinstance(message, Map):
+            self.babbles = asyncio.create_task(self.babble(writer))
+        else:
+            super().answer(message, writer)
+
+    async def babble(self, writer: asyncio.StreamWriter) -> None:
+        writer.write(encode(self.mapped)[:10])
+        number = writer.get_extra_info("socket").fileno()
+        await until(lambda: fcntl.ioctl(number, termios.TIOCOUTQ, bytes(4)) == bytes(4))
+        writer.write(bytes(4096))
+
+
+async def test_a_server_that_babbles_instead_of_a_file_is_read_by_the_socket(
+    tmp_path: Path,
+) -> None:
+    assert await read(tmp_path, Babbling()) == (NBYTES, b"d" * NBYTES)
 
 
 async def test_what_cannot_be_had_is_not_asked_for_each_time(tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ from kvtier.wire_parser import Parser
 from kvtier_connectors.server.errors import failure, translated
 from kvtier_connectors.server.settings import Settings
 
-_RECEIVE_BYTES: Final = 4096
 #: What the server refuses is not asked for again so soon.
 _PAUSE_S: Final = 5.0
 
@@ -95,16 +94,17 @@ class FileLine:
     async def _ask(self, message: Message) -> Message:
         await asyncio.get_running_loop().sock_sendall(self._socket, encode(message))
         while (frame := self._parser.next()) is None:
-            data = await self._receive()
+            space = self._parser.buffer()
+            data = await self._receive(len(space))
             if not data:
                 raise ConnectorUnavailableError("the server has closed the connection")
-            self._parser.buffer()[: len(data)] = data
+            space[: len(data)] = data
             self._parser.received(len(data))
         if isinstance(frame.message, Refused):
             raise failure(max(frame.message.status, Status.REFUSED), frame.message.text)
         return frame.message
 
-    async def _receive(self) -> bytes:
+    async def _receive(self, nbytes_max: int) -> bytes:
         loop = asyncio.get_running_loop()
         readable = asyncio.Event()
         loop.add_reader(self._socket, readable.set)
@@ -118,7 +118,7 @@ class FileLine:
                 self.close()
         if self._closed:
             return b""
-        data, descriptors, _, _ = socket.recv_fds(self._socket, _RECEIVE_BYTES, 1)
+        data, descriptors, _, _ = socket.recv_fds(self._socket, nbytes_max, 1)
         self._descriptors += descriptors
         return data
 
