@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvtier.constants import DAEMON_AT_ONCE_MAX, SHARED_BYTES_MIN, WIRE_KEY_BYTES_MAX
+from kvtier.constants import (
+    DAEMON_AT_ONCE_MAX,
+    SHARED_BYTES_MIN,
+    SHARED_PIECE_BYTES,
+    WIRE_KEY_BYTES_MAX,
+)
 from kvtier.errors import ConnectorRefusedError, ConnectorTimeoutError, ConnectorUnavailableError
 from kvtier.interfaces import Lending, Loan
 from kvtier.registry import connect
@@ -83,6 +89,39 @@ async def test_loans_are_in_order_and_each_is_given_back_alone(plane: Plane) -> 
         assert loan.view == DATA
         loan.release()
         await until(lambda left=left: pinned(plane) == left)  # type: ignore[misc]
+    await connector.close()
+    await client.close()
+
+
+@pytest.mark.parametrize("lends", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+async def test_what_is_given_up_keeps_no_lease(plane: Plane, count: int, *, lends: bool) -> None:
+    """At whatever turn of the loop: some is asked for then, some answered, some half copied."""
+    batch, data = KEYS[:count], DATA * (3 * SHARED_PIECE_BYTES // len(DATA))
+    client = await stored(plane, *batch, data=data)
+    connector = connect(f"kvtier+unix://{plane.path}")
+    requests = [ReadRequest(key, 0, len(data)) for key in batch]
+    into = [memoryview(bytearray(len(data))) for _ in batch]
+    assert isinstance(connector, Lending)
+    assert await connector.read(requests, into) == [len(data)] * len(batch)
+    await until(lambda: pinned(plane) == 0)
+    accepted, leased = plane.plane.counters.accepted, 0
+    for turns in range(24):
+        work: Coroutine[Any, Any, Sequence[object]] = (
+            connector.lend(batch) if lends else connector.read(requests, into)
+        )
+        call = asyncio.create_task(work)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        leased += pinned(plane) > 0 and not call.done()
+        call.cancel()
+        await asyncio.wait({call})
+        for loan in [] if call.cancelled() else call.result():
+            if isinstance(loan, Loan):
+                loan.release()
+        await until(lambda: pinned(plane) == 0)
+    assert leased
+    assert plane.plane.counters.accepted == accepted  # None was released twice.
     await connector.close()
     await client.close()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,9 +13,8 @@ from kvtier.errors import ConnectorRefusedError, ConnectorUnavailableError
 from kvtier.interfaces import Lending, LendOutcome, Loan, ReadOutcome
 from kvtier.registry import connect
 from kvtier.types import ReadRequest, WriteItem
-from kvtier.wire import Done, Lease, Message, Status, Write
+from kvtier.wire import Done, Status, Write
 from kvtier.wire_shared import copied
-from kvtier_connectors.server.line import Line
 from kvtier_server.credentials import DEFAULT
 from tests.lib.plane import Plane, data_plane, leased, pinned, stored, until
 
@@ -238,29 +236,4 @@ async def test_a_server_that_shares_nothing_lends_nothing(plane: Plane) -> None:
     connector, (outcome,) = await lent(plane, b"key", options="shared=no")
     assert isinstance(outcome, ConnectorRefusedError)
     await connector.close()  # type: ignore[attr-defined]
-    await client.close()
-
-
-async def test_a_wish_for_loans_that_is_cancelled_keeps_none(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first key is leased by then, the second one is not to be had."""
-    client = await stored(plane, b"key", data=DATA)
-    connector = connect(url_of(plane))
-    assert isinstance(connector, Lending)
-    asked = Line.ask
-
-    async def hangs(line: Line, message: Message, number: int, **how: Any) -> Any:
-        if isinstance(message, Lease) and message.key == b"late":
-            await asyncio.Event().wait()
-        return await asked(line, message, number, **how)
-
-    monkeypatch.setattr(Line, "ask", hangs)
-    wish = asyncio.get_running_loop().create_task(connector.lend([b"key", b"late"]))
-    await until(lambda: pinned(plane) == 1)
-    wish.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await wish
-    await until(lambda: pinned(plane) == 0)
-    await connector.close()
     await client.close()
