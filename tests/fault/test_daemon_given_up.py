@@ -122,10 +122,7 @@ async def test_a_client_that_dies_in_any_turn_leaves_nothing(plane: Plane, way: 
     assert await first.write(items(OLD)) == [None] * 3
     await first.close()
     for turns in range(TURNS):
-        url = f"kvtier+unix://{plane.path}" + (
-            "?shared_from=1" if way == "shared" else "?shared=no"
-        )
-        connector = connect(url)
+        connector = connect(f"kvtier+unix://{plane.path}?{way}")
         assert isinstance(connector, ServerConnector)
         loop = asyncio.get_running_loop()
         tasks = [loop.create_task(call()) for call in calls(connector)]
