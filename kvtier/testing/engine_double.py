@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     import torch
 
 #: Real seconds after which a wait for another thread is taken for a deadlock.
-STUCK_S: Final = 20.0
+STUCK_S: Final = 60.0
 _POLL_S: Final = 0.0005
 
 
