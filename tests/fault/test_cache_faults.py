@@ -40,7 +40,10 @@ from tests.lib.cache_setup import (
 THREE = range(3 * CHUNK)
 FIVE = range(5 * CHUNK)
 READ = (FileOperation.READ,)
-SOON_S = 0.05
+#: Time enough to begin a load on a busy machine.
+SOON_S = 0.2
+#: Time enough for a part of one to come.
+LATER_S = 1.5
 
 
 @pytest.fixture(params=[None, "zstd"])
@@ -51,8 +54,8 @@ def setup(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CacheSetup
         yield setup
 
 
-def soon() -> float:
-    return SystemClock().now() + SOON_S
+def soon(seconds: float = SOON_S) -> float:
+    return SystemClock().now() + seconds
 
 
 # Reads that fail
@@ -186,7 +189,7 @@ def test_b80_what_came_in_time_counts(setup: CacheSetup) -> None:
     gate = FileGate(operations=READ, path=sequence.chunk_keys[1].hex())
     match = engine.match(sequence)
     setup.files.inject(gate)
-    loading = engine.begin_load(match, deadline=soon() + 0.2)
+    loading = engine.begin_load(match, deadline=soon(LATER_S))
     assert loading is not None
     outcome = engine.drive(loading)
     assert (outcome.end_token, outcome.tokens_by_tier) == (CHUNK, {Tier.DISK: CHUNK})
@@ -295,7 +298,7 @@ def test_a_chunk_whose_second_shard_is_late_is_not_ready(setup: CacheSetup) -> N
     match = engine.match(sequence)
     gate = FileGate(operations=READ, path=f"{sequence.chunk_keys[0].hex()}0001")
     setup.files.inject(gate)
-    loading = engine.begin_load(match, deadline=soon() + 0.2)
+    loading = engine.begin_load(match, deadline=soon(LATER_S))
     assert loading is not None
     plans: list[Plan] = []
 

@@ -57,14 +57,15 @@ def test_what_no_thread_has_begun_by_the_deadline_is_nobodys_fault(setup: KeyedS
     gate = FileGate(operations=(FileOperation.READ,), path=".kvs")
     setup.files.inject(gate)
     into = [bytearray(NBYTES) for _ in SIZES]
-    transfer = keyed.get(list(SIZES), into, deadline=clock.now() + 0.2)
+    transfer = keyed.get(list(SIZES), into, deadline=clock.now() + 0.5)
     gate.wait_for_arrivals(IO_THREADS_DEFAULT)
-    clock.advance(0.2)
+    clock.advance(0.5)
     assert finished(transfer) == [MissReason.DEADLINE] * len(SIZES)
-    wait_until(lambda: cache.stats().late_jobs > 0, "the executor keeps no deadline")
-    assert cache.stats().late_jobs == IO_THREADS_DEFAULT
-    used_bytes = tier_stats(cache, Tier.DRAM).used_bytes
-    assert used_bytes < (IO_THREADS_DEFAULT + 1) * NBYTES, "all slots are kept"
+    wait_until(
+        lambda: cache.stats().late_jobs == IO_THREADS_DEFAULT, "the executor keeps no deadline"
+    )
+    few_bytes = (IO_THREADS_DEFAULT + 1) * NBYTES
+    wait_until(lambda: tier_stats(cache, Tier.DRAM).used_bytes < few_bytes, "all slots are kept")
     gate.open()
     settle(cache)
     assert cache.stats().late_jobs == 0

@@ -29,7 +29,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 async def test_a_server_that_does_not_answer_is_a_timeout(
     server: RedisServer, opened: Opened
 ) -> None:
-    connector = opened(kvtier.registry.connect(f"{server.url}?timeout_s=0.2"))
+    connector = opened(kvtier.registry.connect(f"{server.url}?timeout_s=0.5"))
     await put(connector, {b"key": payload_of(b"key", LARGE)})
     clock, start = SystemClock(), SystemClock().now()
     server.freeze()

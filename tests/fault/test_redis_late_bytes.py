@@ -114,7 +114,7 @@ def server(tmp_path: Path) -> Iterator[ScriptedRedis]:
 async def test_an_answer_that_is_cut_and_comes_late_goes_nowhere(
     server: ScriptedRedis, opened: Opened, at: int
 ) -> None:
-    connector = opened(kvtier.registry.connect(f"{server.url}?timeout_s=0.05"))
+    connector = opened(kvtier.registry.connect(f"{server.url}?timeout_s=0.3"))
 
     def cut(connection: socket.socket, number: int, reply: bytes) -> None:
         del number
