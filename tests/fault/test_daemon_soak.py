@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from kvtier.constants import MIB
-from kvtier.testing.engine_double import wait_until
 from tests.lib.daemon import Daemon, daemon
 from tests.lib.daemon_clients import LINGERS, WORKERS, Ledger, Load
 from tests.lib.process_figures import figures
@@ -39,31 +38,6 @@ def period(urls: tuple[str, ...], ledger: Path, clients: int, seconds: float, se
         code = program.process.wait(seconds + 120)
     assert code == 0, "\n".join(program.log)
     assert not program.log, "\n".join(program.log[:20])
-
-
-def held(server: Daemon) -> dict[str, int]:
-    """What the server holds for clients."""
-    stats = server.get("/v1/stats")
-    cache, connections = stats["cache"], stats["connections"]
-    found = {name: connections[name] for name in ("open", "inflight_bytes", "stopped")}
-    found |= {name: cache[name] for name in ("loads_inflight", "stores_inflight")}
-    return found | {f"pinned in {tier['name']}": tier["pinned_chunks"] for tier in stats["tiers"]}
-
-
-def wait_until_nothing_is_held(server: Daemon) -> None:
-    """Wait until nobody is there and nothing is kept for anybody.
-
-    What goes to disk is pinned until it is there, which is nobody's doing who has left.
-    """
-    try:
-        wait_until(lambda: held(server)["open"] == 0, "somebody is there")
-        wait_until(
-            lambda: server.get("/v1/stats")["cache"]["writes_queued"] == 0, "writes do not end"
-        )
-        wait_until(lambda: not any(held(server).values()), "something is held for nobody")
-    except AssertionError as error:
-        error.add_note(str(held(server)))
-        raise
 
 
 def check_counts(server: Daemon, ledger: Ledger) -> None:
@@ -104,10 +78,10 @@ def test_b95_many_clients_of_which_a_tenth_is_killed(
         tcp, unix = (f"{url}?{patient}" for url in server.urls)
         urls = (tcp, f"{unix}&shared=no", unix)
         period(urls, path, clients, seconds / 3, rng.getrandbits(32))
-        wait_until_nothing_is_held(server)
+        server.wait_until_nothing_is_held()
         before = figures(server.process.pid)
         period(urls, path, clients, seconds * 2 / 3, rng.getrandbits(32))
-        wait_until_nothing_is_held(server)
+        server.wait_until_nothing_is_held()
         after = figures(server.process.pid)
         ledger = Ledger(path, clients)
         check_counts(server, ledger)
