@@ -12,17 +12,17 @@ import socket
 import struct
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from urllib.parse import urlsplit
 
 import pytest
 
 from kvtier.constants import CONTROL_REQUESTS_MAX, KIB, MIB
 from kvtier.testing.engine_double import wait_until
+from tests.lib.attack import attack
 from tests.lib.daemon import Daemon, daemon
 from tests.lib.http_fuzz import STREAMS, endless
 from tests.lib.process_figures import Figures, figures
@@ -135,26 +135,12 @@ def be_good(where: tuple[str, int], over: threading.Event) -> Counter[str]:
     return seen
 
 
-def attack(
+def attacked(
     where: tuple[str, int], rng: random.Random, seconds: float
-) -> tuple[Counter[str], Counter[str]]:
+) -> tuple[Counter[str], ...]:
     """Attack for so long; return what attackers and the good client have seen."""
-    over = threading.Event()
     attackers = [Attacker(where, random.Random(rng.random())) for _ in range(ATTACKERS)]
-    with ThreadPoolExecutor(ATTACKERS + 1) as threads:
-        good = threads.submit(be_good, where, over)
-        bad = [threads.submit(each.run, over) for each in attackers]
-        until_s = time.monotonic() + seconds
-        try:
-            while (left_s := until_s - time.monotonic()) > 0 and not good.done():
-                with suppress(TimeoutError):
-                    good.result(min(left_s, 1.0))
-        finally:
-            over.set()
-        seen: Counter[str] = Counter()
-        for each in bad:
-            seen += each.result()
-        return seen, good.result()
+    return attack([each.run for each in attackers], partial(be_good, where), seconds)
 
 
 def settled(server: Daemon) -> Figures:
@@ -177,9 +163,9 @@ def test_b99_any_bytes_to_the_control_plane(
     with daemon("--dram=64MiB") as server:
         parts = urlsplit(server.http)
         where = (str(parts.hostname), int(parts.port or 0))
-        attack(where, rng, seconds / 4)
+        attacked(where, rng, seconds / 4)
         before = settled(server)
-        seen, good = attack(where, rng, seconds * 3 / 4)
+        seen, good = attacked(where, rng, seconds * 3 / 4)
         after = settled(server)
         grown = after.anonymous_bytes - before.anonymous_bytes
         with capsys.disabled():

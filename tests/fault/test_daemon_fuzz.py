@@ -11,19 +11,18 @@ import socket
 import struct
 import sys
 import threading
-import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kvtier.constants import KIB, MIB
 from kvtier.testing.connector_contract import payload_of
-from kvtier.testing.engine_double import wait_until
 from kvtier.wire import FROM_SERVER, Data, Done, Hello, Read, Refused, Status, Write, encode
 from kvtier.wire_parser import Parser
+from tests.lib.attack import attack
 from tests.lib.daemon import Daemon, daemon
 from tests.lib.process_figures import Figures, figures
 from tests.lib.soak_report import report
@@ -165,36 +164,14 @@ def be_good(url: str, over: threading.Event) -> Counter[str]:
 
 def settled(server: Daemon) -> Figures:
     """What the process holds once nobody is there."""
-
-    def idle() -> bool:
-        stats = server.get("/v1/stats")
-        connections, cache = stats["connections"], stats["cache"]
-        pinned = [tier["pinned_chunks"] for tier in stats["tiers"]]
-        held = (connections["open"], connections["inflight_bytes"], *pinned)
-        return not any((*held, cache["loads_inflight"], cache["stores_inflight"]))
-
-    wait_until(idle, "something is held for nobody")
+    server.wait_until_nothing_is_held()
     return figures(server.process.pid)
 
 
-def attack(urls: list[str], rng: random.Random, seconds: float) -> tuple[Counter[str], ...]:
+def attacked(urls: list[str], rng: random.Random, seconds: float) -> tuple[Counter[str], ...]:
     """Attack for so long; return what attackers and the good client have seen."""
-    over = threading.Event()
     attackers = [Attacker(urls, random.Random(rng.random())) for _ in range(ATTACKERS)]
-    with ThreadPoolExecutor(ATTACKERS + 1) as threads:
-        good = threads.submit(be_good, urls[0], over)
-        bad = [threads.submit(each.run, over) for each in attackers]
-        until_s = time.monotonic() + seconds
-        try:
-            while (left_s := until_s - time.monotonic()) > 0 and not good.done():
-                with suppress(TimeoutError):
-                    good.result(min(left_s, 1.0))
-        finally:
-            over.set()
-        seen: Counter[str] = Counter()
-        for each in bad:
-            seen += each.result()
-        return seen, good.result()
+    return attack([each.run for each in attackers], partial(be_good, urls[0]), seconds)
 
 
 def test_b99_any_bytes_from_many_for_a_long_time(
@@ -204,9 +181,9 @@ def test_b99_any_bytes_from_many_for_a_long_time(
     listen = ("127.0.0.1:0", f"unix:{tmp_path}/socket")
     options = (f"--connections={CONNECTIONS}", "--dram=64MiB", "--log-level=debug")
     with daemon(*options, listen=listen) as server:
-        attack(server.urls, rng, seconds / 4)
+        attacked(server.urls, rng, seconds / 4)
         before = settled(server)
-        seen, good = attack(server.urls, rng, seconds * 3 / 4)
+        seen, good = attacked(server.urls, rng, seconds * 3 / 4)
         after = settled(server)
         counted = server.connections()
         grown = after.anonymous_bytes - before.anonymous_bytes
