@@ -113,6 +113,25 @@ def test_a_reset_reaches_every_tenant_and_stays_after_a_restart(
     assert answer(double, "third", prompt, cache_salt=salt).loaded == 36
 
 
+@pytest.mark.parametrize("salt", ["", "a"])
+def test_a_request_from_before_a_reset_finds_nothing_of_before(
+    salt: str, opened: Opener, rng: random.Random
+) -> None:
+    """vLLM preempts it, computes it anew with other weights, and asks for what is stored of it."""
+    double = opened(hasty=True)
+    prompt = tokens(rng, 40)
+    first = double.add(DoubleRequest("first", prompt, max_tokens=30, cache_salt=salt))
+    while double.side.stats().tiers[0].chunks < 5:
+        double.step()
+    double.preempt(first)
+    assert double.side.reset()
+    double.run()
+    assert first.loaded == 0
+    # Nor is it stored: half of it may have been computed with the weights of before.
+    assert answer(double, "second", prompt, cache_salt=salt).loaded == 0
+    assert answer(double, "third", prompt, cache_salt=salt).loaded == 36
+
+
 def test_an_engine_that_keeps_on_a_reset(opened: Opener, rng: random.Random) -> None:
     """Its server sleeps and wakes, which vLLM takes for a reset."""
     double = opened(duties=Duties(4, 4, 0.5, keeps_on_reset=True))

@@ -22,7 +22,8 @@ HINTS_KEY: Final = "kvtier"
 class Followed:
     """A request as the cache knows it. ``table`` are its blocks, ``found`` vLLM's own tokens of it.
 
-    ``stored_chunks`` counts up to the last chunk that the cache took out of the blocks.
+    ``stored_chunks`` counts up to the last chunk that the cache took out of the blocks. ``epoch``
+    is the engine's root, of no tenant and no adapter, from before the request was first seen.
     """
 
     request: Any
@@ -40,6 +41,7 @@ class Followed:
     offered_chunks: int = 0
     #: Chunks whose names in KV events are known.
     named_chunks: int = 0
+    epoch: bytes = b""
 
     @property
     def computed(self) -> int:

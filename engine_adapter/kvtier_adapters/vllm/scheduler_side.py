@@ -240,7 +240,7 @@ class SchedulerSide:
     def _lookup(self, request: Any, found: int) -> tuple[int | None, bool]:
         followed = self._follow(request)
         followed.found, followed.match, followed.choice = found, None, None
-        if followed.disappointed:
+        if followed.disappointed or not self._current(followed):
             return _NOTHING
         self._hash_known(followed)
         match = self._cache.match(followed.sequence)
@@ -276,23 +276,34 @@ class SchedulerSide:
             if wrong and not self._hints_refused:
                 self._hints_refused = True
                 _log.warning("hints of request %s are ignored: %s", request.request_id, wrong)
-            sequence = self._cache.sequence(self._request_namespace(request), features=features)
-            followed = self._followed[request.request_id] = Followed(request, sequence)
+            epoch = self._cache.root(self._namespace)
+            namespace = self._request_namespace(request, epoch)
+            sequence = self._cache.sequence(namespace, features=features)
+            followed = Followed(request, sequence, epoch=epoch)
+            self._followed[request.request_id] = followed
         return followed
 
-    def _request_namespace(self, request: Any) -> Namespace:
+    def _current(self, followed: Followed) -> bool:
+        """Tell whether there was no reset since a request was first seen.
+
+        A namespace of its own hears of none, so its sequence would find what was there before.
+        """
+        return followed.epoch == self._cache.root(self._namespace)
+
+    def _request_namespace(self, request: Any, root: bytes) -> Namespace:
         """Return a request's namespace; one derived from ours follows our epoch once it is raised.
 
         A reset raises the epoch of ours alone, and must reach all tenants and adapters.
         """
-        root, base = self._cache.root(self._namespace), self._namespace
+        base = self._namespace
         own = request_namespace(base, request)
         if own == base or root == namespace_digest(base):
             return own
         return replace(own, weights_id=f"{own.weights_id} {root.hex()}")
 
     def _offer(self, followed: Followed, table: list[int]) -> None:
-        if self._duties.stores and not self._off and uses_cache(followed.request):
+        stored = self._duties.stores and not self._off and uses_cache(followed.request)
+        if stored and self._current(followed):
             self._stores.offer(followed, table)
             if self._events is not None:
                 self._events.note(followed)
