@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from kvtier.cache.cache import Cache
+from kvtier.cache.sequence import Sequence
 from kvtier.config import CacheConfig, DiskConfig
 from kvtier.constants import MIB
 from kvtier.testing.engine_double import wait_until
-from kvtier.types import Namespace, Placement, Tier
+from kvtier.types import Blocks, MissReason, Namespace, Placement, Plan, Tier
 from kvtier_adapters.vllm.scheduler_side import Duties
 from tests.lib.disk_folder import shard_files
 from tests.lib.vllm_double import DoubleRequest, VllmDouble, double_geometry
@@ -47,6 +48,18 @@ def opened() -> Iterator[Opener]:
     yield open_double
     for close in closing:
         close()
+
+
+class CrowdedCache(Cache):
+    """One whose staging area has no room, and that counts how often it is asked for some."""
+
+    asked = 0
+
+    def begin_store(self, sequence: Sequence, chunks: range, blocks: Blocks) -> Plan | None:
+        del chunks, blocks
+        self.asked += 1
+        sequence.refused = MissReason.CROWDED
+        return None
 
 
 def tokens(rng: random.Random, count: int) -> list[int]:
@@ -236,6 +249,25 @@ def test_blocks_that_another_request_fills_in_this_very_step_are_not_stored_yet(
     double.add(DoubleRequest("second", [*prompt, 2]))
     double.run()
     assert answer(double, "third", [*prompt, 3]).loaded == 24
+
+
+def test_a_crowded_staging_area_is_asked_once_a_step(rng: random.Random) -> None:
+    """Each time takes long enough that a step of many requests would be late for it."""
+    cache = CrowdedCache(CacheConfig(dram_bytes=MIB, slab_bytes=MIB // 8))
+    double = VllmDouble(cache, namespace(1))
+    requests = [
+        double.add(DoubleRequest(str(number), tokens(rng, 24), max_tokens=9)) for number in range(5)
+    ]
+    asked = []
+    for _ in range(4):
+        before = cache.asked
+        double.step()
+        asked.append(cache.asked - before)
+    assert all(request.status == "running" for request in requests)
+    assert asked == [0, 1, 1, 1]
+    double.run()
+    double.close()
+    cache.close()
 
 
 def test_embeddings_and_requests_that_read_nothing(opened: Opener, rng: random.Random) -> None:

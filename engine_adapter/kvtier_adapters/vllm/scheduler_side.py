@@ -165,13 +165,14 @@ class SchedulerSide:
     def orders(self, output: Any) -> Orders:
         """Return what the workers are to do in the step that ``output`` schedules."""
         self._track(output)
-        shares = []
+        shares, crowded = [], False
         for request_id, tokens in output.num_scheduled_tokens.items():
             followed = self._followed.get(request_id)
             if followed is not None:
                 scheduled = int(followed.request.num_computed_tokens)
                 shares.append(Share(scheduled, tokens))
-                self._offer(followed, followed.table)
+                # An offer takes a part of a millisecond, which hundreds of requests do not have.
+                crowded = crowded or self._offer(followed, followed.table)
                 followed.settled = scheduled + tokens
         self._times.began(self._clock.now(), shares)
         loads, ends = self._loads.advance()
@@ -301,12 +302,15 @@ class SchedulerSide:
             return own
         return replace(own, weights_id=f"{own.weights_id} {root.hex()}")
 
-    def _offer(self, followed: Followed, table: list[int]) -> None:
+    def _offer(self, followed: Followed, table: list[int]) -> bool:
+        """Store what a request has computed; True: nothing more is taken in this step."""
         stored = self._duties.stores and not self._off and uses_cache(followed.request)
-        if stored and self._current(followed):
-            self._stores.offer(followed, table)
-            if self._events is not None:
-                self._events.note(followed)
+        if not stored or not self._current(followed):
+            return False
+        crowded = self._stores.offer(followed, table)
+        if self._events is not None:
+            self._events.note(followed)
+        return crowded
 
     def _track(self, output: Any) -> None:
         """Keep the block tables: whole ones of requests that begin or resume, else what is new."""

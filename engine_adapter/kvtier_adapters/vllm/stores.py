@@ -62,16 +62,17 @@ class StoreDesk:
         """Tell whether a store has to go out or to be answered."""
         return bool(self._plans or self.held.plans)
 
-    def offer(self, followed: Followed, table: list[int]) -> None:
+    def offer(self, followed: Followed, table: list[int]) -> bool:
         """Store every chunk that has been computed and was not offered; the cache skips its own.
 
         ``table`` are the request's blocks. The workers store before they compute anything else.
+        True: a staging area is crowded, and will be for whoever asks in this step.
         """
         sequence, size = followed.sequence, self._block_tokens
         chunk_blocks = sequence.chunk_tokens // size
         end = min(followed.computed // sequence.chunk_tokens, len(table) // chunk_blocks)
         if end <= followed.offered_chunks or not self.held.bound:
-            return
+            return False
         followed.append_known()
         chunks = range(followed.stored_chunks, end)
         ids = table[chunks.start * chunk_blocks : end * chunk_blocks]
@@ -83,7 +84,7 @@ class StoreDesk:
         crowded = sequence.refused is MissReason.CROWDED
         followed.offered_chunks = followed.stored_chunks if crowded else end
         if plan is None:
-            return
+            return crowded
         # A plan takes what there was room for; what comes behind it is offered at the end again.
         moved = {block_id for move in plan.moves for block_id in move.block_ids}
         taken = [block_id for block_id in ids if block_id in moved]
@@ -93,6 +94,7 @@ class StoreDesk:
             followed.offered_chunks = followed.stored_chunks
         self.held.hold(plan.plan_id, taken)
         self._plans.append(plan)
+        return crowded
 
     def take(self) -> tuple[Plan, ...]:
         """Return the stores that go out now."""
