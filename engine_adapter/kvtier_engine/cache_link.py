@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+from kvtier.cache.lossy_blocks import LossyBlocks
 from kvtier.cache.match import Pending, Ready
 from kvtier.cache.sequence import Sequence
 from kvtier.cache.worth.costs import Choice
@@ -30,7 +31,6 @@ from kvtier.types import (
 )
 from kvtier_engine.block_pool import BlockPool
 from kvtier_engine.link import CacheFront, LoadEnded, LoadHandle, PlanWorker
-from kvtier_engine.lossy_blocks import LossyBlocks
 from kvtier_engine.request import Request
 
 _log = logging.getLogger(__name__)

@@ -42,7 +42,10 @@ def test_what_waits_for_a_staging_area_is_offered_with_each_step(
     """No step waits for it, and it waits for no chunk more."""
     tokens = CHUNKS * LAYOUT.chunk_tokens
     request: Any = SimpleNamespace(
-        num_computed_tokens=tokens, num_tokens=tokens, all_token_ids=range(tokens)
+        num_computed_tokens=tokens,
+        num_tokens=tokens,
+        all_token_ids=range(tokens),
+        block_hashes=[],
     )
     followed = Followed(request, Sequence(Namespace("model", LAYOUT), bytes(32)), settled=tokens)
     cache = OneEach(refused)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvtier.cache.cache import Cache
 from kvtier.cache.load import Load
+from kvtier.cache.lossy_blocks import LossyBlocks
 from kvtier.cache.match import Ready
 from kvtier.cache.worth.costs import Choice
 from kvtier.layout import head_range
@@ -42,8 +43,12 @@ class _RunningLoad:
 class LoadDesk:
     """Begins loads, orders their plans and says how they ended. The scheduler's thread only."""
 
-    def __init__(self, cache: Cache, guard: Guard, block_tokens: int, ranks: int) -> None:
+    def __init__(
+        self, cache: Cache, guard: Guard, block_tokens: int, ranks: int, lossy: LossyBlocks
+    ) -> None:
+        """What a lossy codec brings back is marked in ``lossy``."""
         self._cache = cache
+        self._lossy = lossy
         self._guard = guard
         self._block_tokens = block_tokens
         self._ranks = ranks
@@ -134,6 +139,10 @@ class LoadDesk:
         good = max(end_token - load.start_token, 0) // self._block_tokens
         load.followed.disappointed |= good < len(load.blocks)
         bad = () if load.aborted else load.blocks[good:]
+        if load.followed.sequence.lossy_chunks:
+            first = load.start_token // self._block_tokens
+            hashes = load.followed.request.block_hashes
+            self._lossy.mark(hashes[first : first + good], load.blocks)
         del self._running[load.load_id]
         self._ends.append(LoadEnd(load.load_id, load.request_id, bad))
 

@@ -82,8 +82,9 @@ class SchedulerSide:
         self._chunk_tokens = namespace.layout.chunk_tokens
         self._guard = Guard(clock)
         self._followed: dict[str, Followed] = {}
-        self._loads = LoadDesk(cache, self._guard, duties.block_tokens, duties.ranks)
-        self._stores = StoreDesk(cache, self._guard, duties.block_tokens)
+        size = duties.block_tokens
+        self._stores = StoreDesk(cache, self._guard, size)
+        self._loads = LoadDesk(cache, self._guard, size, duties.ranks, self._stores.lossy)
         self._times = StepTimes()
         self._events = events
         self._off = ""

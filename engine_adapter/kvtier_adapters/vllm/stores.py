@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from kvtier.cache.cache import Cache
+from kvtier.cache.lossy_blocks import LossyBlocks
 from kvtier.types import Blocks, MissReason, Plan
 from kvtier_adapters.vllm.guard import Guard
 from kvtier_adapters.vllm.requests import Followed
@@ -56,6 +57,8 @@ class StoreDesk:
         self._block_tokens = block_tokens
         self._plans: list[Plan] = []
         self.held = HeldBlocks()
+        #: What came back from a lossy codec, and vLLM may give to other requests.
+        self.lossy = LossyBlocks()
 
     @property
     def busy(self) -> bool:
@@ -77,6 +80,10 @@ class StoreDesk:
         chunks = range(followed.stored_chunks, end)
         ids = table[chunks.start * chunk_blocks : end * chunk_blocks]
         blocks = Blocks(chunks.start * sequence.chunk_tokens, (tuple(ids),), size)
+        hashes = followed.request.block_hashes[chunks.start * chunk_blocks :]
+        if lossy := self.lossy.count(hashes, ids):
+            lossy_chunks = chunks.start + -(-lossy // chunk_blocks)
+            sequence.lossy_chunks = max(sequence.lossy_chunks, lossy_chunks)
         plan = self._guard.call_boundary(
             lambda: self._cache.begin_store(sequence, chunks, blocks), None
         )
