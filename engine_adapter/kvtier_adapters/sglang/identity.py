@@ -55,7 +55,10 @@ def rank_text(config: Any, pool: str = "kv") -> str:
 
 
 def folder_name(config: Any) -> str:
-    """Return a name that no other process of the server has, for its folder."""
+    """Return a name that no other process of the server has, for its folder.
+
+    Replicas without data-parallel attention are all told that they are the first.
+    """
     ranks = [("tp", config.tp_rank), ("pp", config.pp_rank), ("cp", config.attn_cp_rank)]
     ranks += [("dp", getattr(config, "dp_rank", 0))]
     return "-".join(f"{name}{rank}" for name, rank in ranks)
