@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.constants import (
+    MIB,
     WIRE_KEY_BYTES_MAX,
     WIRE_KEYS_MAX,
     WIRE_PAYLOAD_BYTES_MAX,
@@ -279,6 +280,70 @@ async def test_many_callers_share_one_attempt_to_connect(tmp_path: Path) -> None
     assert all(isinstance(outcome, ConnectorUnavailableError) for outcome in outcomes)
     assert len({id(outcome) for outcome in outcomes}) == 1
     await connector.close()
+
+
+async def test_a_connection_that_cannot_be_had_fails_nobody_who_has_one(tmp_path: Path) -> None:
+    """Nor is a server at its limit asked for one by each who finds all others busy."""
+    busy, turned_away = asyncio.Event(), asyncio.Event()
+    refused = 0
+
+    async def served(peer: Peer) -> None:
+        await peer.welcome()
+        first = await peer.take()
+        assert isinstance(first, Read)
+        busy.set()
+        for _ in range(3):
+            asked = await peer.take()
+            assert isinstance(asked, Read)
+            peer.send(Data(asked.request, Status.OK, ""), b"1" * NBYTES)
+        peer.send(Data(first.request, Status.OK, ""), b"1" * NBYTES)
+        await peer.take()
+
+    async def full(peer: Peer) -> None:
+        nonlocal refused
+        refused += 1
+        await peer.take()
+        peer.send(Refused(Status.UNAVAILABLE, "all connections are taken"))
+        peer.close()
+        turned_away.set()
+
+    async with scripted(tmp_path, served, full) as url:
+        connector = connect(url.replace("connections=1", "connections=2"))
+        request, buffer = ReadRequest(b"key", 0, NBYTES), memoryview(bytearray(NBYTES))
+        first = asyncio.create_task(connector.read([request], [buffer]))
+        await busy.wait()
+        for _ in range(3):
+            other = memoryview(bytearray(NBYTES))
+            assert await connector.read([request], [other]) == [NBYTES]
+            await turned_away.wait()
+        assert await first == [NBYTES]
+        await connector.close()
+    assert refused == 1
+
+
+@pytest.mark.parametrize("hangs_up", [True, False])
+async def test_the_outcome_of_a_write_that_failed_keeps_none_of_its_memory(
+    tmp_path: Path, *, hangs_up: bool
+) -> None:
+    """It may be kept for long, and the memory is unmapped or used for something else."""
+    ended = asyncio.Event()
+
+    async def script(peer: Peer) -> None:
+        await peer.welcome()
+        await peer.take()  # And little of what it carries.
+        if not hangs_up:
+            await ended.wait()
+        peer.close()
+
+    data = bytearray(8 * MIB)
+    async with scripted(tmp_path, script, timeout_s=30 if hangs_up else 0.3) as url:
+        connector = connect(url)
+        (outcome,) = await connector.write([WriteItem(b"key", memoryview(data))])
+        await connector.close()
+        ended.set()
+    assert type(outcome) is (ConnectorUnavailableError if hangs_up else ConnectorTimeoutError)
+    await asyncio.sleep(0)  # The loop keeps what it has thrown into us until its next turn.
+    data.append(0)  # No ``BufferError``: nobody has a view of it.
 
 
 BAD_URLS = {

@@ -34,6 +34,8 @@ T = TypeVar("T")
 #: Keys of one request, so that its header fits whatever their length.
 _KEYS_BYTES_MAX: Final = 48 * 1024
 _KEY_OVERHEAD_BYTES: Final = 8
+#: Who has a connection asks no server for more of them so soon that could give none.
+_PAUSE_S: Final = 5.0
 _NOT_SHARED: Final = NotSharedError("the server shares no memory with us")
 _Wanted = tuple[ReadRequest, memoryview]
 
@@ -51,6 +53,7 @@ class ServerConnector:
         self._shared_from = settings.shared_from
         self._lines: list[Line] = []
         self._opening: asyncio.Task[Line | ConnectorError] | None = None
+        self._not_before_s = 0.0
         self._closed = False
 
     @classmethod
@@ -222,31 +225,35 @@ class ServerConnector:
     async def _line(self) -> Line:
         """Return the connection with the least to do; open one while there are few.
 
-        Whoever needs one that is being opened waits for that one, and fails with it.
+        Whoever needs one that is being opened waits for that one. Where it cannot be had, they do
+        with a busy one, or fail if there is none.
         """
         if self._closed:
             raise ConnectorUnavailableError("the connector is closed")
         self._lines = [line for line in self._lines if line.usable]
         least = min(self._lines, key=lambda line: line.load, default=None)
-        if least is not None and (not least.load or self._full or self._opening is not None):
+        if least is not None and not (least.load and self._may_grow()):
             return least
         if self._opening is None:
             self._opening = asyncio.get_running_loop().create_task(self._open())
             self._opening.add_done_callback(self._opened)
         line = await asyncio.shield(self._opening)
-        if isinstance(line, ConnectorError):
-            raise line
-        return line
+        if not isinstance(line, ConnectorError):
+            return line
+        if least is not None and least.usable:
+            return least
+        raise line
 
-    @property
-    def _full(self) -> bool:
-        return len(self._lines) >= self._settings.connections
+    def _may_grow(self) -> bool:
+        few = len(self._lines) < self._settings.connections and self._opening is None
+        return few and asyncio.get_running_loop().time() >= self._not_before_s
 
     async def _open(self) -> Line | ConnectorError:
         line = Line(self._settings)
         try:
             await line.open()
         except ConnectorError as error:
+            self._not_before_s = asyncio.get_running_loop().time() + _PAUSE_S
             return error.with_traceback(None)
         if self._closed:
             line.close()

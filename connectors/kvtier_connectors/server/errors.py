@@ -51,7 +51,8 @@ def translated(error: Exception) -> ConnectorError:
             if isinstance(error, ssl.SSLError) and error.reason in _NO_TLS:
                 text = f"the server speaks no TLS: connect to kvtier:// ({text})"
             outcome = ERRORS[kind](text)
-            # Its frames hold the caller's buffers.
+            # Its frames hold the caller's buffers, and so do those of what it came from.
+            error.__cause__ = error.__context__ = None
             outcome.__cause__ = error.with_traceback(None)
             return outcome
     raise AssertionError(f"no outcome for {type(error).__name__}") from error

@@ -305,7 +305,9 @@ class Line:
     def _failed(self, asked: Asked, error: BaseException) -> ConnectorError:
         """Return why a request has failed; whoever has said nothing since it was sent is left."""
         assert isinstance(error, OSError), "no error of a connection"
-        fault = self.fault if not self.usable else translated(error)
+        fault = translated(error)  # Whichever is told, the error has let go of the buffers.
+        if not self.usable:
+            fault = self.fault
         late = isinstance(error, TimeoutError)
         if not late or self._link.received_bytes == asked.before_bytes:
             self._lose(fault)  # What has said nothing for so long may be gone for good.
