@@ -1,7 +1,8 @@
 """HTTP for operators within bounds: uvicorn's protocol knows none for what it has not got whole.
 
 A request's head is of bounded length, and so is what is sent of a body that nobody wants any more;
-whoever stalls in either, or takes no answers, is cut off. Connections are counted.
+whoever stalls in either, or takes no answers, is cut off. Connections are counted, and so are the
+requests that wait on one of them for their turn.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from kvtier.constants import (
     CONTROL_BODY_BYTES_MAX,
     CONTROL_CONNECTIONS_MAX,
     CONTROL_HEAD_BYTES_MAX,
+    CONTROL_REQUESTS_MAX,
     CONTROL_STALL_S_MAX,
     LOG_INTERVAL_S,
 )
@@ -32,9 +34,13 @@ class OnceAMinute(logging.Filter):
         self._told_s: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Tell whether a record is written. Errors are, all of them: they are bugs."""
+        """Tell whether a record is written. Errors are, all of them: they are bugs.
+
+        Not so what is cut off as the server stops; uvicorn says how many requests those are.
+        """
         if record.levelno >= logging.ERROR:
-            return True
+            cause = record.exc_info[1] if record.exc_info else None
+            return not isinstance(cause, asyncio.CancelledError)
         text = str(record.msg)  # One of the few that uvicorn has.
         if record.created - self._told_s.get(text, 0.0) < LOG_INTERVAL_S:
             return False
@@ -109,6 +115,13 @@ class GuardedProtocol(HttpToolsProtocol):
         elif self._came_bytes > _REQUEST_BYTES_MAX:
             self.transport.abort()
 
+    def on_message_begin(self) -> None:
+        """See ``HttpToolsProtocol``, which takes requests faster than it answers them."""
+        if len(self.pipeline) >= CONTROL_REQUESTS_MAX:
+            self.transport.abort()
+            raise ConnectionAbortedError("too many requests in one go")  # The parser stops at it.
+        super().on_message_begin()
+
     def on_headers_complete(self) -> None:
         """See ``HttpToolsProtocol``."""
         self._in_head, self._asked = False, True
@@ -127,8 +140,9 @@ class GuardedProtocol(HttpToolsProtocol):
         """Cut it off where nothing has moved since the last time, though something should have."""
         unsent_bytes = self.transport.get_write_buffer_size()
         unread = self._came_bytes > 0 or not self._whole
+        should_move = unread or unsent_bytes > 0 or self.transport.is_closing()
         now = (self._whole, unsent_bytes)
-        if self.transport.is_closing() or ((unread or unsent_bytes) and now == self._before):
+        if should_move and now == self._before:
             self.transport.abort()
             return
         self._before = now

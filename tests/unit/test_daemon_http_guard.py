@@ -13,7 +13,13 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from kvtier.constants import CONTROL_BODY_BYTES_MAX, CONTROL_HEAD_BYTES_MAX, LOG_INTERVAL_S, MIB
+from kvtier.constants import (
+    CONTROL_BODY_BYTES_MAX,
+    CONTROL_HEAD_BYTES_MAX,
+    CONTROL_REQUESTS_MAX,
+    LOG_INTERVAL_S,
+    MIB,
+)
 from kvtier_server import http_guard as module
 from kvtier_server.http_guard import GuardedProtocol, OnceAMinute
 from tests.lib.plane import until
@@ -163,6 +169,29 @@ async def test_answers_that_nobody_waits_for_are_no_errors(
     assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
+class Going(Strict):
+    """Closed, with some of the last answer left, of which a little goes between two looks."""
+
+    unsent_bytes = 5
+    aborted = False
+
+    def get_write_buffer_size(self) -> int:
+        self.unsent_bytes = max(0, self.unsent_bytes - 1)
+        return self.unsent_bytes
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+async def test_an_answer_before_the_end_may_take_as_long_as_another(site: Site) -> None:
+    transport, protocol = Going(), site.protocol()
+    protocol.connection_made(transport)
+    transport.close()
+    await until(lambda: transport.aborted)
+    assert transport.unsent_bytes == 0
+    protocol.connection_lost(None)
+
+
 @pytest.mark.parametrize(
     "more", [b"X-Long: " + b"y" * 2 * CONTROL_HEAD_BYTES_MAX, b"X-M: 1\r\n" * 9999]
 )
@@ -178,16 +207,15 @@ async def test_a_head_beyond_the_bound_is_told_so(site: Site, more: bytes) -> No
 async def test_a_body_that_nobody_wants_any_more_is_not_taken_for_ever(site: Site) -> None:
     reader, writer = await site.client()
     writer.write(GET[:-2] + b"Transfer-Encoding: chunked\r\n\r\n")
-    sent = 0
-    reading = asyncio.create_task(left(reader, writer))
-    while not reading.done() and sent < 64 * CONTROL_BODY_BYTES_MAX:
-        piece = b"ffff\r\n" + bytes(65_535) + b"\r\n"
-        writer.write(piece)
-        sent += len(piece)
-        with suppress(ConnectionError):
+    assert (await reader.readuntil(b"well")).startswith(b"HTTP/1.1 200 ")
+    sent, piece = 0, b"ffff\r\n" + bytes(65_535) + b"\r\n"
+    with suppress(ConnectionError):
+        while sent < 64 * CONTROL_BODY_BYTES_MAX:
+            writer.write(piece)
+            sent += len(piece)
             await writer.drain()
-    assert (await reading).startswith(b"HTTP/1.1 200 ")
     assert sent < 8 * CONTROL_BODY_BYTES_MAX
+    assert await left(reader, writer) in {b"", b"(reset)"}
 
 
 async def test_connections_are_counted(site: Site) -> None:
@@ -201,6 +229,21 @@ async def test_connections_are_counted(site: Site) -> None:
     for reader, writer in inside:
         assert (await reader.readuntil(b"well")).startswith(b"HTTP/1.1 200 ")
         writer.close()
+
+
+async def test_requests_that_wait_for_their_turn_are_counted(site: Site) -> None:
+    """What a few bytes ask for takes a hundred times as much memory until it is answered."""
+    site.go_on.clear()
+    reader, writer = await site.client()
+    writer.write(GET * (CONTROL_REQUESTS_MAX + 2))
+    async with asyncio.timeout(10):
+        assert await left(reader, writer) in {b"", b"(reset)"}
+    reader, writer = await site.client()
+    writer.write(GET * (CONTROL_REQUESTS_MAX + 1))
+    site.go_on.set()
+    for _ in range(CONTROL_REQUESTS_MAX + 1):
+        assert (await reader.readuntil(b"well")).startswith(b"HTTP/1.1 200 ")
+    writer.close()
 
 
 def test_a_warning_is_written_once_a_minute_and_errors_all() -> None:
