@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvtier.constants import DAEMON_ACCEPTS_MAX, DAEMON_HANDSHAKES_MAX, WIRE_STALL_S_MAX
+from kvtier.errors import ConfigError
 from kvtier_server.refusals import handshake_fault, peer_name
 
 _BACKLOG: Final = 4096
@@ -33,7 +34,8 @@ class Acceptor:
     ) -> None:
         """Begin to listen. ``made`` is called for each connection once its handshake is done.
 
-        ``refused`` is called with the host of whoever cannot shake hands, and why.
+        ``refused`` is called with the host of whoever cannot shake hands, and why. Raises
+        ``ConfigError`` where somebody else listens there.
         """
         self._listener, self._made, self._tls, self._refused = listener, made, tls, refused
         self._loop = asyncio.get_running_loop()
@@ -41,7 +43,11 @@ class Acceptor:
         self._again: asyncio.TimerHandle | None = None
         self._closed = self._reading = False
         listener.setblocking(False)
-        listener.listen(_BACKLOG)
+        try:
+            listener.listen(_BACKLOG)
+        except OSError as error:  # Another process has bound it, too, and was first to listen.
+            where = listener.getsockname()
+            raise ConfigError(f"cannot listen at {where}: {error.strerror or error}") from error
         self._read()
 
     @property

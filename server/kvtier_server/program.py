@@ -24,6 +24,7 @@ from kvtier.constants import CONTROL_REQUESTS_MAX
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.obs.dashboard.history import History
 from kvtier.registry import connect, shown_url
+from kvtier_server.acceptor import Acceptor
 from kvtier_server.control import create_app
 from kvtier_server.dashboard import recorded
 from kvtier_server.data_plane import DataPlane
@@ -176,9 +177,9 @@ async def _reload(live: Live, say: Say) -> None:
 
 
 class _Control(uvicorn.Server):
-    """uvicorn's server in a loop whose signals are somebody else's."""
+    """uvicorn's server without a socket, in a loop whose signals are somebody else's."""
 
-    def __init__(self, app: FastAPI, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, app: FastAPI) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -193,13 +194,10 @@ class _Control(uvicorn.Server):
             )
         )
         self.config.load()
-        self.config.ssl = tls  # Ours, which can be given other certificates while it serves.
-        self.listens = asyncio.Event()
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen, then say so."""
-        await super().startup(sockets=sockets)
-        self.listens.set()
+    def connection(self) -> GuardedProtocol:
+        """Return what serves one more connection."""
+        return GuardedProtocol(config=self.config, server_state=self.server_state, app_state={})
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -215,13 +213,15 @@ async def _control(
     if listener is None:
         yield ""
         return
-    server = _Control(app, tls)
-    serving = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
-    await server.listens.wait()
+    server = _Control(app)
+    # Whoever shakes hands is bounded, as uvicorn's own would not be: it takes descriptors, too.
+    acceptor = Acceptor(listener, server.connection, tls, lambda _peer, _why: None)
+    serving = asyncio.get_running_loop().create_task(server.serve(sockets=[]))
     host, port = listener.getsockname()[:2]
     try:
         yield f"http{'' if tls is None else 's'}://{Address(host, port)}"
     finally:
+        acceptor.close()
         server.should_exit = True
         await serving
 

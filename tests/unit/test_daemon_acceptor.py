@@ -14,6 +14,7 @@ import pytest
 import uvloop
 
 from kvtier.constants import DAEMON_ACCEPTS_MAX, DAEMON_HANDSHAKES_MAX
+from kvtier.errors import ConfigError
 from kvtier_server.acceptor import Acceptor
 from tests.lib.plane import until
 
@@ -137,6 +138,19 @@ async def test_without_descriptors_it_goes_on_when_there_are_some(
     assert listener.times == 0
     acceptor.close()
     await guests.leave()
+
+
+async def test_who_is_not_the_first_to_listen_is_told(stack: ExitStack) -> None:
+    """Two that bind before either listens both may."""
+    first, second = (stack.enter_context(socket.socket()) for _ in range(2))
+    for each in (first, second):
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    first.bind(("127.0.0.1", 0))
+    second.bind(first.getsockname())
+    acceptor = Acceptor(first, Guests().made, None, nobody)
+    with pytest.raises(ConfigError, match=f"listen at .*{first.getsockname()[1]}.*: Address"):
+        Acceptor(second, Guests().made, None, nobody)
+    acceptor.close()
 
 
 async def test_who_comes_after_the_end_is_refused(
