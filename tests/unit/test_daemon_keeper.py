@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +65,23 @@ async def test_what_is_done_at_once_is_bounded_and_evicting_goes_on(
     evicted = await keeper.evict(DEFAULT, None, ["dram", "disk"])
     assert evicted == {Eviction.EVICTED: COUNT - 2, Eviction.PINNED: 2}
     assert await keeper.evict(DEFAULT, None, ["dram"]) == {Eviction.EVICTED: 0, Eviction.PINNED: 2}
+
+
+async def test_evicting_all_ends_though_others_store_all_the_while(cache: Cache) -> None:
+    await stored(cache)
+    over = False
+
+    async def store() -> None:
+        while not over:
+            await stored(cache, 1)
+            await asyncio.sleep(0)
+
+    storing = asyncio.create_task(store())
+    async with asyncio.timeout(10):
+        evicted = await Keeper(cache, SystemClock()).evict(DEFAULT, None, ["dram"])
+    over = True
+    await storing
+    assert evicted == {Eviction.EVICTED: COUNT}
 
 
 async def test_a_key_that_is_named_twice_counts_once(cache: Cache) -> None:
