@@ -52,7 +52,10 @@ def from_elsewhere(host: str, origin: str | None) -> bool:
     """
     if origin is None:
         return False
-    page = urlsplit(origin)
+    try:
+        page = urlsplit(origin)
+    except ValueError:  # No browser's: brackets without an address between them.
+        return True
     if page.netloc != host:
         return True
     try:

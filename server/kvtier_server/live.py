@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import ssl
 from collections.abc import Callable, Sequence
@@ -94,7 +95,9 @@ class Live:
         self._plane.change(config.door, config.connections_max, config.idle_s)
         for address in config.listen:
             if address.path:
-                Path(address.path).chmod(config.socket_mode)
+                # Where somebody has removed it nobody comes in by it, whatever its mode.
+                with contextlib.suppress(FileNotFoundError):
+                    Path(address.path).chmod(config.socket_mode)
 
 
 def _changed(before: dict[str, object], after: dict[str, object]) -> list[str]:

@@ -61,6 +61,9 @@ PAGES = {
     ("127.0.0.1:7071", "http://127.0.0.1:8080"): True,
     # A name that was pointed here makes the two agree.
     ("evil.example:7071", "http://evil.example:7071"): True,
+    # None that a browser sends.
+    ("[x]:7071", "http://[x]:7071"): True,
+    ("[::1]:7071", "http://[::1"): True,
 }
 
 
