@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ READS = 300
 DATA = b"what the active one asks for" * 100
 #: A session, its transport and a buffer of 4 KiB; by TCP and by Unix sockets.
 IDLE_BYTES_MAX = 20 * 1024
-#: Of a whole read, beside none and beside all of them. Other programs share the cores.
+#: Of a whole read, beside none and beside all of them.
 SLOWER_MAX = 4.0
 
 
@@ -46,7 +45,10 @@ def guest(stack: ExitStack, url: str) -> WireClient:
 
 
 def read_s(client: WireClient) -> float:
-    """How long the active client waits for an answer, half of the time longer."""
+    """How long the active client waits for an answer where nobody else has the cores.
+
+    Of many reads the quick ones, since other programs come in between.
+    """
     took = []
     for number in range(READS):
         begun_s = time.perf_counter()
@@ -55,7 +57,7 @@ def read_s(client: WireClient) -> float:
         took.append(time.perf_counter() - begun_s)
         assert answer == Data(number, Status.OK, "")
         assert payload == DATA
-    return statistics.median(took)
+    return sorted(took)[READS // 10]
 
 
 def open_now(server: Daemon) -> int:

@@ -34,6 +34,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     folder = tmp_path_factory.mktemp("endpoints")
     options = (f"--disk={folder}/disk", "--disk-bytes=64MiB", "--remote=memory://endpoints")
     with daemon(*options, listen=("127.0.0.1:0", f"unix:{folder}/socket")) as running:
+        running.wait_until_ready()
         yield running
         assert running.ask(*LAST) == (202, {"draining": True})
         assert running.process.wait(60) == 0
