@@ -6,7 +6,6 @@ from pathlib import Path
 
 from kvtier.registry import connect
 from kvtier.testing.connector_contract import get, payload_of, put
-from kvtier.testing.engine_double import wait_until
 from kvtier.types import ReadRequest
 from tests.lib.daemon import daemon
 
@@ -21,9 +20,7 @@ async def test_objects_come_back_from_the_servers_remote(tmp_path: Path) -> None
     with daemon(remote) as first:
         connector = connect(first.urls[0])
         await put(connector, objects)
-        wait_until(
-            lambda: first.get("/v1/stats")["cache"]["writes_queued"] == 0, "writes do not end"
-        )
+        first.wait_until_written()
         await connector.close()
         assert first.stop() == 0
     with daemon(remote) as second:
@@ -34,9 +31,7 @@ async def test_objects_come_back_from_the_servers_remote(tmp_path: Path) -> None
         # An object that is replaced is replaced there, too.
         newer = payload_of(b"large", 1_000_000, version=2)
         await put(connector, {b"large": newer})
-        wait_until(
-            lambda: second.get("/v1/stats")["cache"]["writes_queued"] == 0, "writes do not end"
-        )
+        second.wait_until_written()
         await connector.close()
         assert second.stop() == 0
     with daemon(remote) as third:

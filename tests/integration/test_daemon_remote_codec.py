@@ -6,7 +6,6 @@ from pathlib import Path
 
 from kvtier.errors import ConnectorError
 from kvtier.registry import connect
-from kvtier.testing.engine_double import wait_until
 from kvtier.types import ReadRequest, WriteItem
 from tests.lib.daemon import Daemon, daemon
 
@@ -28,12 +27,6 @@ async def read(server: Daemon) -> int | ConnectorError | None:
     return outcome
 
 
-def queued(server: Daemon) -> int:
-    """Writes that are not done."""
-    count: int = server.get("/v1/stats")["cache"]["writes_queued"]
-    return count
-
-
 def stored_bytes(folder: Path) -> int:
     """What lies in a folder."""
     return sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
@@ -46,9 +39,9 @@ async def test_objects_go_to_remotes_in_fewer_bytes_and_come_back_whole(tmp_path
     with daemon(*options) as server:
         assert server.get("/v1/config")["remote_codec"] == "zstd"
         await write(server)
-        wait_until(lambda: not queued(server) and stored_bytes(remote) > 0, "nothing goes there")
+        server.wait_until_written()
         assert server.stop() == 0
-    assert stored_bytes(remote) < len(DATA) // 10
+    assert 0 < stored_bytes(remote) < len(DATA) // 10
     with daemon(*options) as server:
         assert await read(server) == len(DATA)
     # What it was written with does not matter to whoever reads.

@@ -8,16 +8,10 @@ from pathlib import Path
 from kvtier.constants import BREAKER_FAILURES_MAX
 from kvtier.registry import connect
 from kvtier.testing.connector_contract import get, get_whole, payload_of, put
-from kvtier.testing.engine_double import wait_until
 from kvtier.types import ReadRequest
-from tests.lib.daemon import Daemon, daemon
+from tests.lib.daemon import daemon
 
 SIZES = {b"key%d" % number: 300_000 + number for number in range(12)}
-
-
-def written(server: Daemon) -> None:
-    """Wait until the remote has everything."""
-    wait_until(lambda: server.get("/v1/stats")["cache"]["writes_queued"] == 0, "writes do not end")
 
 
 async def test_a_server_encrypts_into_several_folders_and_believes_no_forger(
@@ -33,7 +27,7 @@ async def test_a_server_encrypts_into_several_folders_and_believes_no_forger(
     with daemon(remote) as first:
         connector = connect(first.urls[0])
         await put(connector, objects)
-        written(first)
+        first.wait_until_written()
         shown = first.get_text("/v1/config") + first.get_text("/health") + "\n".join(first.log)
         assert key not in shown
         assert "encrypted+sharded+file" in shown
