@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 
 import pytest
@@ -213,6 +214,35 @@ async def test_a_cancelled_call_of_deadlined_cancels_the_inner_one() -> None:
     with pytest.raises(asyncio.CancelledError):
         await reading
     assert hanging.cleared_up
+
+
+async def test_a_call_of_deadlined_that_is_cancelled_twice_waits_for_the_inner_one() -> None:
+    class Slow(Hanging):
+        """Lets go of its buffers only when it may, however often it is cancelled."""
+
+        async def hang(self) -> None:
+            self.began.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            while not may_end.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await may_end.wait()
+            self.cleared_up = True
+
+    may_end = asyncio.Event()
+    slow = Slow(MemoryConnector())
+    reading = asyncio.ensure_future(get(Deadlined(slow, 60.0), [ReadRequest(b"a", 0, 4)]))
+    await slow.began.wait()
+    ended = []
+    for _ in range(3):
+        reading.cancel()
+        await asyncio.wait([reading], timeout=0.02)
+        ended.append(reading.done())
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert ended == [False] * 3
+    assert slow.cleared_up
 
 
 def test_deadlined_refuses_no_time_at_all() -> None:

@@ -58,13 +58,21 @@ class Deadlined(Decorator):
         """Return what the call returns, or None when it was cancelled for being late."""
         work = asyncio.ensure_future(call)
         alarm = asyncio.ensure_future(pause(self._clock, self.deadline_s))
+        cancelled = False
         try:
             await asyncio.wait((work, alarm), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            alarm.cancel()
-            if not work.done():
-                work.cancel()
+        except asyncio.CancelledError:
+            cancelled = True
+        alarm.cancel()
+        # However often we are cancelled: until it has ended the buffers are in use.
+        while not work.done():
+            work.cancel()
+            try:
                 await asyncio.wait((work,))
+            except asyncio.CancelledError:
+                cancelled = True
+        if cancelled:
+            raise asyncio.CancelledError
         return None if work.cancelled() else work.result()
 
     def _late(self) -> ConnectorTimeoutError:
