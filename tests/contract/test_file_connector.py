@@ -186,6 +186,20 @@ async def test_what_dead_writers_left_is_removed_once_it_is_old(
     assert left[1].exists()
 
 
+async def test_what_cannot_be_removed_keeps_nothing_else_there(
+    opened: Opened, tmp_path: Path
+) -> None:
+    """A folder cannot, nor what an NFS client holds under a name of its own."""
+    for number in range(20):
+        stuck, left = tmp_path / "new" / f".nfs{number}", tmp_path / "new" / f"{number}.tmp"
+        stuck.mkdir(parents=True)
+        left.touch()
+        for path in (stuck, left):
+            os.utime(path, (0, 0))
+    await put(opened(FileConnector(tmp_path)), {b"key": b"data"})
+    assert all(path.is_dir() for path in (tmp_path / "new").iterdir())
+
+
 async def test_one_sweep_looks_at_a_bounded_number_of_files(opened: Opened, tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     for number in range(STALE_FILES_MAX + 10):

@@ -201,8 +201,10 @@ class Folder:
             self._sweep_at = now + STALE_S / 4
         with contextlib.suppress(OSError), os.scandir(self._new) as entries:
             for entry, _ in zip(entries, range(STALE_FILES_MAX), strict=False):
-                if entry.stat(follow_symlinks=False).st_mtime < now - STALE_S:
-                    os.unlink(entry.path)
+                # One that has gone meanwhile, or cannot be removed, says nothing of the others.
+                with contextlib.suppress(OSError):
+                    if entry.stat(follow_symlinks=False).st_mtime < now - STALE_S:
+                        os.unlink(entry.path)
 
 
 def _read_file(path: str, offset: int, into: memoryview, halt: Halt, *, direct: bool) -> int:
