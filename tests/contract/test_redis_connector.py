@@ -158,7 +158,9 @@ async def test_list_by_prefix_tells_objects_and_not_their_parts(
     await put(connector, {key: bytes(nbytes) for key, nbytes in sizes.items()})
     await put(other, {b"a3": b"data"})
     with server.client() as client:
-        client.set(b"p*[{zz}", b"not ours")
+        for name in (b"p*[{zz}", b"p*[{6134}"):
+            client.set(name, b"not ours")
+        client.lpush(b"p*[{6135}", b"not ours")
     found = [info async for info in connector.list(b"a")]
     assert sorted(found, key=lambda info: info.key) == [
         KeyInfo(b"a1", 5),

@@ -305,6 +305,18 @@ async def test_nobody_at_the_address_is_unavailable(opened: Opened) -> None:
                 pass
 
 
+async def test_a_sentinel_that_is_away_is_told_of_by_its_address_alone(
+    tmp_path: Path, opened: Opened
+) -> None:
+    secret, address = tmp_path / "password", f"127.0.0.1:{free_port()}"
+    secret.write_text("secret")
+    url = f"redis+sentinel://{address}?service=m&sentinel_password_file={secret}"
+    outcome = await read_one(opened(kvtier.registry.connect(url)), b"key", 4)
+    assert isinstance(outcome, ConnectorUnavailableError)
+    assert address in str(outcome)
+    assert "password" not in str(outcome)
+
+
 async def test_after_close_outcomes_are_errors(server: RedisServer) -> None:
     connector = kvtier.registry.connect(server.url)
     await put(connector, {b"key": b"data"})

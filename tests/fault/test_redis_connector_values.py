@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from redis import exceptions as redis_errors
 
 import kvtier.registry
 from kvtier.errors import ConnectorDataError, ConnectorError, ConnectorRefusedError
+from kvtier.interfaces import Listable
 from kvtier.testing.connector_contract import get_whole, put
 from kvtier_connectors.redis.errors import ERRORS, REPLIES, reply_error, translated
 from kvtier_connectors.redis.objects import (
@@ -108,6 +110,41 @@ async def test_b118_a_server_of_another_protocol_is_an_outcome(
     assert await connector.contains([b"key"]) == [False]
     other.close()
     await other.wait_closed()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rest"), [("redis", ""), ("redis+cluster", ""), ("redis+sentinel", "?service=m")]
+)
+async def test_b118_a_server_that_says_yes_to_everything_is_an_outcome(
+    scheme: str, rest: str
+) -> None:
+    served: list[asyncio.Task[None] | None] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served.append(asyncio.current_task())
+        while asked := await reader.read(4096):
+            writer.write(b"+OK\r\n" * len(re.findall(rb"\*\d+\r\n", asked)))
+        writer.close()
+
+    other = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = other.sockets[0].getsockname()[1]
+    connector = kvtier.registry.connect(f"{scheme}://127.0.0.1:{port}{rest}")
+    assert isinstance(connector, Listable)
+    assert isinstance(await read_one(connector, b"key", 4), ConnectorDataError)
+    assert await connector.contains([b"key"]) == [False]
+    with pytest.raises(ConnectorDataError):
+        _ = [info async for info in connector.list(b"")]
+    await connector.close()
+    _, left_open = await asyncio.wait([task for task in served if task], timeout=30)
+    assert not left_open
+    other.close()
+
+
+@pytest.mark.parametrize("text", ["MOVED", "ASK 1", "MOVED 1 host", "ASK 1 host:x", "ASK x host:1"])
+def test_a_redirection_to_nowhere_is_a_refusal(text: str) -> None:
+    error = reply_error(text)
+    assert text in str(error)
+    assert type(translated(error)) is ConnectorRefusedError
 
 
 def driver_errors() -> list[type[Exception]]:

@@ -84,6 +84,7 @@ def test_headers_come_back() -> None:
         b"x" * HEADER_BYTES,
         encode_header(Header(OBJECT_BYTES_MAX + 1, PART_BYTES, b"")),
         encode_header(Header(1 << 30, 0, b"")),
+        encode_header(Header(1 << 30, 1, b"")),
     ],
 )
 def test_what_is_no_header_is_refused(data: bytes) -> None:

@@ -61,8 +61,13 @@ def reply_error(text: str) -> redis_errors.RedisError:
     kind = REPLIES.get(word)
     if kind is None:
         return redis_errors.ResponseError(text)
-    # A redirection is read from what follows its first word.
-    return kind(rest) if issubclass(kind, redis_errors.AskError) else kind(text)
+    if not issubclass(kind, redis_errors.AskError):
+        return kind(text)
+    try:
+        # It is read from what follows its first word.
+        return kind(rest)
+    except ValueError:
+        return redis_errors.ResponseError(f"a redirection to nowhere: {text}")
 
 
 def translated(error: Exception) -> ConnectorError:

@@ -137,13 +137,30 @@ def connection_options(settings: Settings) -> dict[str, Any]:
     return options
 
 
+class _Pool(ConnectionPool):
+    """redis-py puts pools into the text of errors, before 7.4 with their passwords."""
+
+    def __repr__(self) -> str:
+        options = self.connection_kwargs
+        return str(options.get("path") or f"{options['host']}:{options['port']}")
+
+
 def pool_of(settings: Settings, node: Node) -> ConnectionPool:
     """Return redis-py's pool of such connections."""
     options = connection_options(settings)
     if settings.kind is Kind.UNIX:
-        return ConnectionPool(_Unix, path=node.host, **options)
+        return _Pool(_Unix, path=node.host, **options)
     kind = _Tls if settings.tls else _Tcp
-    return ConnectionPool(kind, host=node.host, port=node.port, **options)
+    return _Pool(kind, host=node.host, port=node.port, **options)
+
+
+@contextlib.contextmanager
+def redis_expected() -> Iterator[None]:
+    """Raise ``InvalidResponse`` for what redis-py, and we, make of answers that are not Redis's."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise redis_errors.InvalidResponse(f"no Redis answers: {error!r}") from error
 
 
 class Link:
@@ -158,11 +175,8 @@ class Link:
         else:
             kind = _Tls if settings.tls else _Tcp
             connection = kind(host=node.host, port=node.port, **options)
-        try:
+        with redis_expected():
             connection.connect()
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            # What redis-py makes of an answer to its login that is no RESP.
-            raise redis_errors.InvalidResponse(f"no Redis answers: {error!r}") from error
         self._connection = connection
         self._socket = connection.payload
         self._wait_flag = _limit_silence(self._socket, settings.timeout_s)

@@ -26,6 +26,8 @@ from kvtier.errors import ConnectorDataError
 #: With what Redis puts around it just below 1 MiB: its allocator would make 1.25 MiB of more. A
 #: part of twice the size leaves the processor's caches before a server has stored it.
 PART_BYTES: Final = MIB - 4 * KIB
+#: Nobody writes smaller ones; a header that promises them would take all memory for their names.
+PART_BYTES_MIN: Final = 512 * KIB
 INLINE_BYTES_MAX: Final = 64 * KIB
 OBJECT_BYTES_MAX: Final = 1 << 40
 GENERATION_BYTES: Final = 16
@@ -78,6 +80,8 @@ def decode_header(data: bytes) -> Header:
         raise ConnectorDataError("a value that KVTier did not write, or another version of it")
     if nbytes > (OBJECT_BYTES_MAX if part_bytes else INLINE_BYTES_MAX):
         raise ConnectorDataError(f"a header that promises {nbytes} bytes")
+    if 0 < part_bytes < PART_BYTES_MIN:
+        raise ConnectorDataError(f"a header that promises parts of {part_bytes} bytes")
     return Header(nbytes, part_bytes, generation)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import secrets
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from kvtier.interfaces import ReadOutcome
 from kvtier.types import KeyInfo, ReadRequest, WriteItem
 from kvtier_connectors.redis.errors import translated
 from kvtier_connectors.redis.known import Known
+from kvtier_connectors.redis.link import redis_expected
 from kvtier_connectors.redis.objects import (
     GENERATION_BYTES,
     HEADER_BYTES,
@@ -332,21 +334,25 @@ class Operations:
         commands = [self._command(key, b"GETRANGE", b"0", last) for key in keys]
         infos = []
         for key, reply in zip(keys, self._run(commands), strict=True):
+            # What others have put under a name like ours is passed over, of whatever type.
+            if isinstance(reply, redis_errors.DataError):
+                continue
             if failure := _failure(reply):
                 raise failure
-            if isinstance(reply, Bulk) and reply.nbytes:
-                infos.append(KeyInfo(key, decode_header(reply.head).nbytes))
+            if isinstance(reply, Bulk):
+                with contextlib.suppress(ConnectorDataError):
+                    infos.append(KeyInfo(key, decode_header(reply.head).nbytes))
         return infos
 
     def _scan(self, node: Node, cursor: int, prefix: bytes) -> tuple[int, Sequence[bytes]]:
         beginning = object_name(self._settings.prefix, prefix)[:-1] if prefix else None
         pattern = _glob(beginning or self._settings.prefix + b"{") + b"*}"
         try:
-            with client_of(self._settings, node) as client:
+            with redis_expected(), client_of(self._settings, node) as client:
                 answer: Any = client.scan(cursor, pattern, SCAN_COUNT)
+                return int(answer[0]), [name for name in answer[1] if isinstance(name, bytes)]
         except (redis_errors.RedisError, OSError) as error:
             raise translated(error) from error
-        return int(answer[0]), answer[1]
 
 
 def _glob(text: bytes) -> bytes:

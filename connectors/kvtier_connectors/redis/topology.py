@@ -13,7 +13,7 @@ from redis.sentinel import Sentinel
 
 from kvtier.clock import SystemClock
 from kvtier.interfaces import Clock
-from kvtier_connectors.redis.link import pool_of
+from kvtier_connectors.redis.link import pool_of, redis_expected
 from kvtier_connectors.redis.settings import Kind, Node, Settings
 
 #: A map of the servers that is younger is not fetched again, however many calls fail.
@@ -109,8 +109,13 @@ class SentinelMaster:
 
     def refresh(self) -> None:
         """Ask the sentinels, one after the other."""
-        with self._lock:
-            host, port = self._sentinel.discover_master(self._service)
+        with self._lock, redis_expected():
+            try:
+                host, port = self._sentinel.discover_master(self._service)
+            finally:
+                # A call that ends breaks off what it has connected itself; nor would close() do it.
+                for client in self._sentinel.sentinels:
+                    client.close()
             self._master = Node(str(host), int(port))
 
     def primaries(self) -> list[Node]:
@@ -170,12 +175,12 @@ def client_of(settings: Settings, node: Node) -> Redis:
 
 def slots_from(settings: Settings, node: Node) -> dict[int, Node]:
     """Return the cluster's map as one node has it; empty when it knows of none."""
-    with client_of(settings, node) as client:
-        answer: Any = client.execute_command("CLUSTER SLOTS")
     found: dict[int, Node] = {}
-    for first, last, (host, port, *_), *_ in answer:
-        name = host.decode() if isinstance(host, bytes) else host
-        # A node that does not know its own name leaves it out: it is the one that was asked.
-        owner = Node(name or node.host, int(port))
-        found.update(dict.fromkeys(range(first, last + 1), owner))
+    with redis_expected(), client_of(settings, node) as client:
+        answer: Any = client.execute_command("CLUSTER SLOTS")
+        for first, last, (host, port, *_), *_ in answer:
+            name = host.decode() if isinstance(host, bytes) else host
+            # A node that does not know its own name leaves it out: it is the one that was asked.
+            owner = Node(name or node.host, int(port))
+            found.update(dict.fromkeys(range(first, last + 1), owner))
     return found
