@@ -255,6 +255,37 @@ def test_a_probe_finds_what_fails(labs: Callable[..., Lab], operation: str) -> N
     assert isinstance(lab.do(lab.channel.probe()), ConnectorUnavailableError)
 
 
+def cancelled(_: Any) -> Any:
+    """As where a connector gives up a task that several of its calls wait for."""
+    raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize("operation", ["contains", "read", "write", "delete"])
+def test_a_call_that_a_connector_cancels_by_itself_ends_as_a_fault(
+    labs: Callable[..., Lab], operation: str
+) -> None:
+    lab = labs()
+    lab.remote.twist[operation] = cancelled
+    works: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
+        "contains": lambda: lab.channel.contains([b"key"]),
+        "read": lambda: lab.read(b"key")[1],
+        "write": lambda: lab.channel.write(WriteItem(b"key", memoryview(b"data")), deadline=FAR),
+        "delete": lambda: lab.channel.delete([b"key"]),
+    }
+    assert isinstance(lab.do(works[operation]()), ConnectorUnavailableError)
+    lab.remote.twist.clear()
+    assert not isinstance(lab.do(works[operation]()), ConnectorError)
+
+
+def test_a_probe_and_a_listing_that_a_connector_cancels_end_as_faults(
+    labs: Callable[..., Lab],
+) -> None:
+    lab = labs()
+    lab.remote.twist = dict.fromkeys(("contains", "list"), cancelled)
+    assert isinstance(lab.do(lab.channel.probe()), ConnectorUnavailableError)
+    assert isinstance(lab.do(lab.channel.listing(b"", 3)), ConnectorUnavailableError)
+
+
 def test_a_listing_is_bounded_and_its_fault_is_one(labs: Callable[..., Lab]) -> None:
     lab = labs()
     lab.put(3)

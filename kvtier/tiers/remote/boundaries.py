@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable
 from typing import TypeVar
@@ -31,8 +32,8 @@ async def listed_boundary(connector: Listable, prefix: bytes, objects_max: int) 
             found.append(info)
     except KVTierError:
         raise
-    # As with calls: it must not raise.
-    except Exception as error:
+    # As with calls: it must not raise, nor be cancelled by itself.
+    except (Exception, asyncio.CancelledError) as error:
         raise ConnectorUnavailableError(f"listing raised {type(error).__name__}") from error
     return found
 

@@ -321,8 +321,9 @@ class Channel:
             return await self._send(kind, jobs)
         except ConnectorError as error:
             return [error for _ in jobs]
-        # It must not raise; one that does fails its batch and no more.
-        except Exception as error:
+        # It must not raise; one that does fails its batch and no more. When it is we who cancel it,
+        # nobody looks at what comes of it.
+        except (Exception, asyncio.CancelledError) as error:
             failure = ConnectorUnavailableError(f"the connector raised {type(error).__name__}")
             failure.__cause__ = error
             return [failure for _ in jobs]
