@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from kvtier.cache.below import deletions
+from kvtier.constants import REMOTE_TRIES_MAX
 from kvtier.errors import ConnectorUnavailableError
 from kvtier.testing.engine_double import EngineDouble, wait_until
 from kvtier.tiers.remote import channel
-from kvtier.types import ChunkKey
-from tests.lib.cache_setup import CHUNK_BYTES
-from tests.lib.remote_lab import RemoteLab, quiet, remote_lab, tokens_of, uploaded
+from kvtier.types import ChunkKey, Tier
+from tests.lib.cache_setup import CHUNK_BYTES, tier_stats
+from tests.lib.remote_lab import (
+    RemoteLab,
+    ToyRemote,
+    quiet,
+    remote_counters,
+    remote_lab,
+    tokens_of,
+    uploaded,
+)
 
 CHUNKS = 12
 
@@ -112,6 +121,30 @@ def test_what_is_stored_again_before_it_was_deleted_stays(
     quiet(engine)
     assert lab.remote.calls["delete"] == 1, "the others are to be there"
     assert {key[: len(keys[0])] for key in lab.remote.objects()} >= set(keys[1:])
+
+
+class Stubborn(ToyRemote):
+    """Deletes nothing at first, and says so."""
+
+    failures = REMOTE_TRIES_MAX
+
+    async def delete(self, keys: Sequence[bytes]) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise ConnectorUnavailableError("away")
+        await super().delete(keys)
+
+
+def test_what_gave_way_to_a_write_goes_though_it_could_not_at_first(tmp_path: Path) -> None:
+    with remote_lab(tmp_path) as lab:
+        lab.remotes = [Stubborn()]
+        engine = lab.open(capacity_bytes=2 * CHUNK_BYTES)
+        wait_until(lambda: not engine.cache.stats().degraded, "it is not listed")
+        stored(engine, 3)
+        assert lab.remote.failures == 0  # type: ignore[attr-defined]
+        assert remote_counters(engine).io_errors == 1
+        in_remote(lab, 2)
+        assert tier_stats(engine.cache, Tier.REMOTE).used_bytes == 2 * CHUNK_BYTES
 
 
 def test_what_is_left_at_the_end_is_told(lab: RemoteLab, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from kvtier.constants import REMOTE_TRIES_MAX
+from kvtier.errors import ConnectorUnavailableError
+from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import EngineDouble, wait_until
 from kvtier.tiers.remote.written import Written
 from kvtier.types import ChunkKey, MissReason, ShardId, Tier
 from tests.lib.cache_setup import CHUNK_BYTES, of_tenant, refused, tier_stats
-from tests.lib.remote_lab import RemoteLab, ToyRemote, quiet, remote_lab, tokens_of, uploaded
+from tests.lib.remote_lab import (
+    RemoteLab,
+    ToyRemote,
+    first_answer,
+    quiet,
+    remote_counters,
+    remote_lab,
+    tokens_of,
+    uploaded,
+)
 
 ONE = frozenset({ShardId(0, 0, 0)})
 
@@ -139,6 +153,57 @@ def test_what_the_store_has_lost_counts_no_more(lab: RemoteLab) -> None:
         lab.remote.drop(key)
     engine.load(engine.match(engine.sequence(tokens_of(1))))
     assert chunks(engine) <= 2
+
+
+def test_what_could_not_be_asked_for_again_counts_as_it_lies_there(lab: RemoteLab) -> None:
+    """What was known of it is too old, and the remote is away when it is looked for."""
+    clock = FakeClock()
+    engine = lab.open(salt="ours", clock=clock, ttl_s=1.0)
+    stored(engine, tokens_of(1))
+    clock.advance(2.0)
+    failures = iter([True] * REMOTE_TRIES_MAX)
+
+    def away(answer: list[bool]) -> list[bool]:
+        if next(failures, False):
+            raise ConnectorUnavailableError("away")
+        return answer
+
+    lab.remote.twist["contains"] = away
+    engine.load(engine.match(engine.sequence(tokens_of(1))))
+    uploaded(engine)
+    assert remote_counters(engine).io_errors == 1
+    assert chunks(engine) == 2
+
+
+class LateAnswer(ToyRemote):
+    """Looks for what it is asked at once, and tells the first time only when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_tell, self.told = threading.Event(), threading.Event()
+
+    async def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        first = not self.calls["contains"]
+        found = await super().contains(keys)
+        if first:
+            await asyncio.to_thread(self.may_tell.wait, 20)
+            self.told.set()
+        return found
+
+
+def test_what_was_written_since_it_was_asked_for_is_there_and_counts(lab: RemoteLab) -> None:
+    late = LateAnswer()
+    lab.remotes[:] = [late]
+    engine = lab.open(salt="ours", dram_chunks=1)
+    first_answer(engine, tokens_of(1))
+    lab.remote.wait_for_calls("contains", 1)
+    stored(engine, tokens_of(1))
+    assert chunks(engine) == 2
+    late.may_tell.set()
+    assert late.told.wait(20)
+    # Answers come in the order in which they are given.
+    assert not engine.match(engine.sequence(tokens_of(1, start=1000))).tokens
+    assert chunks(engine) == 2
 
 
 def test_what_nobody_owns_is_not_counted(lab: RemoteLab) -> None:

@@ -190,7 +190,9 @@ class Remotes:
                     return
                 there = iter(outcome)
                 for key in keys:
-                    remote.tier.learn(key, frozenset(s for s in shards if next(there)))
+                    found = frozenset(s for s in shards if next(there))
+                    if not remote.tier.shards(key):  # Else it was written since it was asked for.
+                        remote.tier.learn(key, found)
 
         future = remote.channel.submit(remote.channel.contains(objects))
         self._executor.watch(future, answered, deadline=math.inf, late=answered)

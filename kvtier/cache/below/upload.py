@@ -237,7 +237,13 @@ class Uploader:
         job.chunks = [chunk for chunk in job.chunks if self._fits(job, chunk)]
         holdings = self._tier.holdings
         going = holdings.take_deletions() if holdings is not None else []
-        self._do(job, job.send([place.key for place in going]), partial(self._settle, job))
+
+        def sent(fault: Fault | None) -> None:
+            if fault is not None and holdings is not None:
+                holdings.return_deletions(going)
+            self._settle(job, fault)
+
+        self._do(job, job.send([place.key for place in going]), sent)
 
     def _fits(self, job: UploadJob, chunk: Outbound) -> bool:
         """Tell whether a chunk goes on, where it is ours to say: there is room, and it may."""
@@ -302,7 +308,7 @@ class Uploader:
         """Try a chunk again later, unless the remote said no or it was tried often enough."""
         self._counters[Tier.REMOTE].io_errors += 1
         key = chunk.record.entry.key
-        if not chunk.was_there:
+        if chunk.was_there is False:  # Else what was written before may lie there still.
             self._tier.written.drop(key)
         if chunk.place is not None and self._tier.holdings is not None:
             self._tier.holdings.abort(chunk.place)

@@ -41,7 +41,7 @@ class Outbound:
     """A chunk on its way: what it is written from, and where to.
 
     ``stored`` is what is written, once that is known; ``place`` the room that was made for it.
-    With ``spoiled`` it is written whatever is there.
+    With ``spoiled`` it is written whatever is there. ``was_there`` None: that is not known yet.
     """
 
     waiting: Waiting
@@ -52,7 +52,7 @@ class Outbound:
     spoiled: bool = False
     place: RemoteRecord | None = None
     outcome: KVTierError | None = None
-    was_there: bool = False
+    was_there: bool | None = None
 
     @property
     def nbytes(self) -> int:

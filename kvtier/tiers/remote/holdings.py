@@ -150,6 +150,10 @@ class Holdings:
         going, self._going = self._going, []
         return [place for place in going if not self._reserved_again(place)]
 
+    def return_deletions(self, places: Iterable[RemotePlace]) -> None:
+        """Take back what was not deleted, for another try."""
+        self._going = [*places, *self._going]
+
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` where the books do not agree with themselves."""
         self.index.check_integrity()
