@@ -273,6 +273,7 @@ class Cache:
         fit the layout.
         """
         check_store(sequence.layout, chunks, len(sequence.chunk_keys), blocks)
+        sequence.refused = None
         with self._lock:
             if self._closed or not self._roots.current(sequence):
                 return None

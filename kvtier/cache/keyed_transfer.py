@@ -227,11 +227,10 @@ class Put:
         """See ``Item.cancel``: a copy into the cache's own memory is finished."""
 
     def _begin(self) -> Outcome | None:
-        if self._order():
+        if self._order() or self._crowded:
             return None
         if self._refusal is not None:
-            # What passes through a staging area takes its turn as others leave it.
-            return None if self._refusal is MissReason.CROWDED else self._refusal
+            return self._refusal
         cache = self.desk.cache
         match = cache.match(self.payload)
         if isinstance(match, Pending):
@@ -239,13 +238,18 @@ class Put:
         if match.hits:
             return match.hits[0].tier
         # The same key is on its way in, or something of another size has its place.
-        if not cache.remove([self.payload.key])[0] or self._order():
+        if not cache.remove([self.payload.key])[0] or self._order() or self._crowded:
             return None
         return self.payload.refused or MissReason.UNAVAILABLE
 
     @property
     def _refusal(self) -> MissReason | None:
         return self.payload.refused
+
+    @property
+    def _crowded(self) -> bool:
+        """True when it takes its turn, as others leave the staging area that it passes through."""
+        return self._refusal is MissReason.CROWDED
 
     def _order(self) -> bool:
         """Order the copy; False: it is held already, or refused."""

@@ -106,7 +106,6 @@ class Storer:
         has reserved nothing.
         """
         layout = sequence.layout
-        sequence.refused = None
         codec = sequence.codec or self._shapes.codecs.packing(self._codec, sequence.namespace)
         if self._disk_codec is not None and sequence.codec is None:
             # One that cannot pack this raises before room is taken.

@@ -17,6 +17,7 @@ from kvtier.testing.fault_files import FileGate, FileOperation
 from kvtier.types import MissReason, Tier
 from tests.lib.cache_setup import tier_stats
 from tests.lib.keyed_setup import (
+    NAMESPACE,
     KeyedSetup,
     finished,
     get,
@@ -99,6 +100,46 @@ def test_who_waits_for_a_staging_area_waits_until_the_deadline(
     clock.advance(STORE_DEADLINE_S)
     outcomes = finished(transfer)
     assert set(outcomes) == {Tier.DRAM, MissReason.CROWDED}
+    gate.open()
+    written(cache)
+    emptied(cache)
+
+
+def test_a_payload_in_place_of_one_of_another_size_takes_its_turn_too(
+    setup: KeyedSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.config.STAGING_BYTES", sum(SIZES.values()) // 2)
+    keyed, cache = setup.open(dram_bytes=0)
+    put(keyed, {b"again": 90_000})
+    written(cache)
+    emptied(cache)
+    gate = FileGate(operations=(FileOperation.CREATE,), path="incoming")
+    setup.files.inject(gate)
+    first = keyed.put([(key, payload(key, nbytes)) for key, nbytes in SIZES.items()])
+    gate.wait_for_arrivals()
+    wait_until(lambda: first.poll() is None and _crowded(cache) > 0, "none has to wait")
+    crowded = _crowded(cache)
+    second = keyed.put([(b"again", payload(b"again", 91_000))])
+    assert (second.poll(), _crowded(cache)) == (None, crowded + 1)
+    gate.open()
+    assert set(finished(first) + finished(second)) == {Tier.DRAM}
+    written(cache)
+    emptied(cache)
+    assert get(keyed, {b"again": 91_000}) == [Tier.DISK]
+
+
+def test_whose_epoch_ends_waits_no_more_for_a_staging_area(
+    setup: KeyedSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.config.STAGING_BYTES", sum(SIZES.values()) // 2)
+    keyed, cache = setup.open(dram_bytes=0, clock=FakeClock())
+    gate = FileGate(operations=(FileOperation.CREATE,), path="incoming")
+    setup.files.inject(gate)
+    transfer = keyed.put([(key, payload(key, nbytes)) for key, nbytes in SIZES.items()])
+    gate.wait_for_arrivals()
+    wait_until(lambda: transfer.poll() is None and _crowded(cache) > 0, "none has to wait")
+    cache.invalidate(NAMESPACE)
+    assert set(finished(transfer)) == {Tier.DRAM, MissReason.UNAVAILABLE}
     gate.open()
     written(cache)
     emptied(cache)
