@@ -13,11 +13,12 @@ import threading
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from kvtier.cache.below.convoy import Landing
 from kvtier.cache.cache import Cache
-from kvtier.cache.executor import ThreadPool
+from kvtier.cache.executor import ThreadPool, done_boundary
 from kvtier.cache.hold import Hold
 from kvtier.cache.sequence import Sequence
 from kvtier.codecs.opaque import BufferPool, Pieces, copy_out, move_payload
@@ -52,9 +53,11 @@ class Filling:
 
     def end(self, outcome: Outcome) -> None:
         """Let go of both, whatever came of it."""
-        self.hold.release()
         self.buffer = _NO_BUFFER
-        self.outcome = outcome
+        try:
+            self.hold.release()
+        finally:  # Whoever waits would wait for ever.
+            self.outcome = outcome
 
 
 @dataclass(slots=True, eq=False)
@@ -222,7 +225,9 @@ class Desk:
         for order, outcome in zip(orders, outcomes, strict=True):
             reason = outcome if isinstance(outcome, MissReason) else None
             if isinstance(order, Filling):
-                order.end(outcome if order.root == root else MissReason.ABSENT)
+                # Others wait for what comes after it.
+                told = outcome if order.root == root else MissReason.ABSENT
+                done_boundary(partial(order.end, told))
                 continue
             if reason is not None:
                 self._failed[order.plan_id] = reason

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.cache import keyed_desk
+from kvtier.cache.below.rooms import Rooms
 from kvtier.codecs.opaque import Pieces, copy_out
 from kvtier.constants import KEYED_ORDER_MAX
 from kvtier.types import MissReason, Tier
@@ -61,6 +62,27 @@ def test_what_is_copied_in_one_order_is_bounded(
     assert tier_stats(cache, Tier.DRAM).pinned_chunks == 1
     copy.let_go.set()
     assert finished(transfer) == [Tier.DRAM] * len(sizes)
+
+
+def test_who_cannot_be_let_go_as_it_should_keeps_no_other_payload_waiting(
+    setup: KeyedSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {bytes([n]): 100 for n in range(4)}
+    keyed, cache = setup.open(disk_bytes=None)
+    put(keyed, sizes)
+    settle(cache)
+    calls, pump = itertools.count(1), Rooms.pump
+
+    def raising(rooms: Rooms) -> None:
+        if next(calls) == 2:
+            raise LookupError("an admission went wrong")
+        pump(rooms)
+
+    monkeypatch.setattr(Rooms, "pump", raising)
+    assert get(keyed, sizes) == [Tier.DRAM] * len(sizes)
+    settle(cache)
+    assert [record.getMessage() for record in setup.errors] == ["a callback failed"]
+    setup.errors.clear()
 
 
 def test_what_is_copied_when_its_epoch_ends_counts_for_nothing(
