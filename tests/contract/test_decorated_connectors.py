@@ -16,14 +16,7 @@ from kvtier.types import KeyInfo
 from kvtier_connectors.decorators import Deadlined, Retrying, Sharded, Throttled, Timed
 from kvtier_connectors.decorators.encrypted import Encrypted
 from kvtier_connectors.memory import MemoryConnector
-
-
-class OneKey:
-    """The same key for everybody."""
-
-    def key(self, tenant: str) -> bytes | None:
-        return bytes(range(32))
-
+from tests.lib.one_key import OneKey
 
 WAYS: dict[str, Callable[[Connector], Connector]] = {
     "deadlined": lambda inner: Deadlined(inner, 30.0),

@@ -26,9 +26,10 @@ from kvtier.testing.connector_contract import put
 from kvtier.testing.engine_double import EngineDouble, wait_until
 from kvtier.types import MissReason, Tier, WriteItem
 from kvtier_connectors.decorators import Decorator
-from kvtier_connectors.decorators.encrypted import KEY_BYTES, Encrypted
+from kvtier_connectors.decorators.encrypted import Encrypted
 from kvtier_connectors.memory import MemoryConnector
 from tests.lib.cache_setup import CHUNK, tier_stats, written
+from tests.lib.one_key import OneKey
 from tests.lib.real_stores import STORES, Store, real_store
 from tests.lib.remote_lab import RemoteLab, chunk_of, remote_lab, tokens_of
 from tests.lib.s3_servers import use_credentials
@@ -222,17 +223,6 @@ def missed(engine: EngineDouble, tokens: range, chunk: int) -> None:
     assert outcome.end_token == chunk * CHUNK
     assert {miss.reason for miss in outcome.misses} == {MissReason.CORRUPT}
     assert tier_stats(engine.cache, Tier.REMOTE).state == "ok"
-
-
-class OneKey:
-    """One encryption key, all of whose bytes are alike."""
-
-    def __init__(self, value: int) -> None:
-        self._key = bytes([value]) * KEY_BYTES
-
-    def key(self, tenant: str) -> bytes:
-        del tenant
-        return self._key
 
 
 SPOILED = 2

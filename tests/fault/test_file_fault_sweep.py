@@ -17,6 +17,7 @@ from kvtier.testing.connector_script import Script
 from kvtier.types import ReadRequest
 from kvtier_connectors.decorators.encrypted import Encrypted
 from kvtier_connectors.files import FileConnector, folder
+from tests.lib.one_key import OneKey
 
 #: Small, so that objects of several steps are.
 STEP_BYTES = 1 << 16
@@ -98,13 +99,6 @@ def garbled(real: Callable[..., Any], name: str, args: tuple[Any, ...]) -> Any:
     return answer
 
 
-class Key:
-    """The same key for everybody."""
-
-    def key(self, tenant: str) -> bytes:
-        return bytes(range(32))
-
-
 def new_connector(place: Path) -> FileConnector:
     place.mkdir()
     return FileConnector(place, sync="each", threads=1)
@@ -162,7 +156,7 @@ async def test_b78_whatever_is_garbled_is_found_by_encryption(
     meddler: Meddler, tmp_path: Path
 ) -> None:
     def encrypted(name: str) -> Connector:
-        return Encrypted(new_connector(tmp_path / name), Key(), "tenant")
+        return Encrypted(new_connector(tmp_path / name), OneKey(), "tenant")
 
     names = await names_of_a_script(meddler, encrypted("well"))
     errors = 0

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 120.0
@@ -64,6 +64,28 @@ class Program:
         with self._changed:
             self._ended = True
             self._changed.notify_all()
+
+
+class OthersProgram:
+    """A server that is no program of ours. A subclass starts ``process``."""
+
+    process: subprocess.Popen[Any] | None = None
+
+    def kill(self) -> None:
+        """Kill it as a crash would, and wait until it is gone."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(STOP_TIMEOUT_S)
+            self.process = None
+
+    def freeze(self) -> None:
+        """Let it answer nobody until ``thaw``."""
+        assert self.process
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self.process
+        self.process.send_signal(signal.SIGCONT)
 
 
 ProgramT = TypeVar("ProgramT", bound=Program)

