@@ -150,7 +150,7 @@ async def test_a_refused_write_is_its_outcome(server: FailingS3, connector: Conn
 async def test_b111_one_read_that_hangs_holds_up_no_other(
     server: FailingS3, opened: Opened, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place = f"s3://bucket/p?endpoint={server.endpoint}&region=r&timeout_s=1&tries=1"
+    place = f"s3://bucket/p?endpoint={server.endpoint}&region=r&timeout_s=3&tries=1"
     connector = opened(kvtier.registry.connect(place))
     keys = [b"key%d" % number for number in range(32)]
     await put(connector, dict.fromkeys(keys, DATA))
