@@ -20,6 +20,7 @@ from kvtier_connectors.decorators.encrypted import Encrypted
 from kvtier_connectors.s3 import S3Connector
 from kvtier_connectors.s3.settings import parse_url
 from tests.lib.fault_proxy import FaultProxy, Plan, Trouble, fault_proxy
+from tests.lib.one_key import OneKey
 from tests.lib.s3_servers import BUCKET, client, seaweed, url_of, use_credentials
 
 #: S3 takes no smaller parts, so one large object of two of them is enough.
@@ -132,13 +133,6 @@ async def test_what_goes_wrong_for_ever_gives_errors_and_never_wrong_bytes(
     assert isinstance(script.listed, ConnectorError)
 
 
-class Key:
-    """The same key for everybody."""
-
-    def key(self, tenant: str) -> bytes:
-        return bytes(range(32))
-
-
 @pytest.mark.parametrize("mischief", [Mischief.FLIP, Mischief.GARBAGE])
 async def test_b78_wherever_a_byte_is_changed_nothing_wrong_is_believed(
     endpoint: str, mischief: Mischief, scale: int
@@ -152,7 +146,7 @@ async def test_b78_wherever_a_byte_is_changed_nothing_wrong_is_believed(
     async def through(fault: At | None) -> StreamProxy:
         async with stream_proxy(target, fault) as proxy, asyncio.timeout(SCRIPT_S_MAX):
             inner = opened(f"http://127.0.0.1:{proxy.port}", timeout_s=1.0, tries=2)
-            connector = Encrypted(inner, Key(), "tenant")
+            connector = Encrypted(inner, OneKey(), "tenant")
             script = Script(SIZES, REQUESTS)
             await script.run(connector)
             if fault is None:

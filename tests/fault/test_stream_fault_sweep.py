@@ -14,9 +14,11 @@ import pytest
 from kvtier.interfaces import Connector
 from kvtier.registry import connect
 from kvtier.testing.connector_sweep import BRIEF_S, StreamSweep, in_turns
+from kvtier.testing.engine_double import wait_until
 from kvtier.testing.stream_proxy import At, Mischief
 from kvtier_connectors.decorators.encrypted import Encrypted
 from tests.lib.daemon import Daemon, daemon
+from tests.lib.one_key import OneKey
 from tests.lib.redis_servers import RedisServer, redis_server
 
 
@@ -30,19 +32,12 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 def server() -> Iterator[Daemon]:
     with daemon("--dram=256MiB") as running:
         yield running
-        assert running.get("/v1/stats")["connections"]["inflight_bytes"] == 0
+        wait_until(lambda: not running.connections()["inflight_bytes"], "something is held")
         assert running.stop() == 0
 
 
-class Key:
-    """The same key for everybody."""
-
-    def key(self, tenant: str) -> bytes:
-        return bytes(range(32))
-
-
 def encrypted(connector: Connector) -> Connector:
-    return Encrypted(connector, Key(), "tenant")
+    return Encrypted(connector, OneKey(), "tenant")
 
 
 def options(timeout_s: float) -> str:
