@@ -8,12 +8,13 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 from kvtier.constants import WIRE_BYTES_PER_S_MIN
 from kvtier.errors import ConnectorError, ConnectorUnavailableError
 
 _Job = TypeVar("_Job")
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 Hop = Callable[[Callable[..., Any]], Callable[..., Awaitable[Any]]]
 
@@ -68,12 +69,30 @@ class Halt:
                 self._actions.pop()()
 
 
+class _Pool(ThreadPoolExecutor):
+    """Never does what it has refused: whoever was refused has given the buffers to others.
+
+    Python's own keeps work for which it could start no thread, and does it with the next one.
+    """
+
+    def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+        """Raises ``ConnectorUnavailableError`` when it is closed or the system has no thread."""
+        job: Future[_T] = Future()
+        try:
+            super().submit(_do, job, partial(fn, *args, **kwargs))
+        except RuntimeError as error:
+            # Unless a thread that runs already has begun it.
+            if job.cancel():
+                raise ConnectorUnavailableError(f"no thread for the store: {error}") from None
+        return job
+
+
 class Threads:
     """A connector's own threads. Its methods belong to one event loop."""
 
     def __init__(self, count: int, name: str) -> None:
         """Start threads as they are needed, at most ``count``."""
-        self.executor: Final = ThreadPoolExecutor(count, thread_name_prefix=name)
+        self.executor: Final = _Pool(count, thread_name_prefix=name)
         self._shares = 0
         self._closed = False
 
@@ -132,21 +151,36 @@ class Threads:
             return [refusal for _ in jobs]
         halt = Halt()
         if count == 1 and hop is None:
-            return await self._alone(partial(_do_share, function, jobs, halt), halt, limit_s)
-        run = (hop or _hop)(_do_share)
-        shares = [run(function, jobs[n::count], halt, executor=self.executor) for n in range(count)]
+            try:
+                return await self._alone(partial(_do_share, function, jobs, halt), halt, limit_s)
+            except ConnectorUnavailableError as error:  # No thread for it.
+                return [error.with_traceback(None) for _ in jobs]
+        run = partial((hop or _hop)(_do_share), function)
+        shares = [self._share(run, jobs[n::count], halt) for n in range(count)]
         outcomes: list[_T | ConnectorError] = [ConnectorUnavailableError() for _ in jobs]
         for start, share in enumerate(await self.gather(shares, halt, limit_s)):
             outcomes[start::count] = share
         return outcomes
 
+    async def _share(
+        self,
+        run: Callable[..., Awaitable[list[_T | ConnectorError]]],
+        jobs: Sequence[_Job],
+        halt: Halt,
+    ) -> list[_T | ConnectorError]:
+        """Have a thread do the jobs; where there is none that is what comes of each."""
+        try:
+            return await run(jobs, halt, executor=self.executor)
+        except ConnectorUnavailableError as error:
+            return [error.with_traceback(None) for _ in jobs]
+
     async def _alone(self, share: Callable[[], _T], halt: Halt, limit_s: float) -> _T:
         """As ``gather`` for one share, in fewer turns of the loop."""
         loop = asyncio.get_running_loop()
+        job = self.executor.submit(share)
         timer = None if math.isinf(limit_s) else loop.call_later(limit_s, halt.set)
         self._shares += 1
         cancelled = False
-        job = self.executor.submit(share)
         while not job.done():
             ended = loop.create_future()
             job.add_done_callback(partial(_tell, loop, ended))
@@ -166,6 +200,19 @@ class Threads:
         """Take no more shares; those that run are finished."""
         self._closed = True
         self.executor.shutdown(wait=False)
+
+
+def _do(job: Future[_T], function: Callable[[], _T]) -> None:
+    """In a thread: do it, unless it was taken back."""
+    if not job.set_running_or_notify_cancel():
+        return
+    try:
+        found = function()
+    # Whoever waits for it has to know, whatever it is.
+    except BaseException as error:
+        job.set_exception(error)
+    else:
+        job.set_result(found)
 
 
 def _tell(loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None], job: Future[_T]) -> None:

@@ -13,7 +13,12 @@ from kvtier.errors import ConnectorTimeoutError
 from kvtier.testing.connector_contract import payload_of, put
 from kvtier.types import ReadRequest
 from kvtier_connectors.decorators import Deadlined
+from kvtier_connectors.redis.lanes import LANE_BYTES, Lanes
 from kvtier_connectors.redis.objects import PART_BYTES
+from kvtier_connectors.redis.replies import Command
+from kvtier_connectors.redis.settings import parse_url
+from kvtier_connectors.redis.topology import open_topology
+from kvtier_connectors.threads import Halt, Threads
 from tests.lib.opened import Opened, read_one, write_one
 from tests.lib.redis_servers import RedisServer, redis_server
 
@@ -97,6 +102,30 @@ async def test_more_large_calls_than_threads_do_not_wait_for_each_other(
     )
     reads = [read_one(connector, key, len(data)) for key, data in objects.items()]
     assert await asyncio.wait_for(asyncio.gather(*reads), 60) == list(objects.values())
+
+
+async def test_a_connection_that_fails_oddly_is_told_of_when_all_others_have_ended(
+    server: RedisServer,
+) -> None:
+    """They fill the caller's buffers."""
+    settings, threads = parse_url(f"{server.url}?connections=3"), Threads(3, "kvtier-test")
+    lanes = Lanes(settings, open_topology(settings), threads.executor)
+    memory = memoryview(bytearray(4))
+    commands = [
+        Command((b"EXISTS", b"key"), 0),
+        Command((b"GET", b"key"), 0, memory, head_bytes=0),
+        Command((b"BLPOP", b"nothing", b"0.5"), 0),
+    ]
+    memory.release()
+    for command in commands:
+        command.payload_bytes = LANE_BYTES
+    with server.client() as client:
+        client.set(b"key", b"data")
+        with pytest.raises(ValueError, match="released"):
+            await asyncio.to_thread(lanes.run, commands, Halt())
+        assert not any("b" in each["flags"] for each in client.client_list())
+    lanes.close()
+    threads.close()
 
 
 async def test_a_deadline_holds_although_the_server_does_not_answer(

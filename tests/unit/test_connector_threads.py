@@ -6,9 +6,10 @@ import asyncio
 import threading
 
 import pytest
+from aiofiles.os import wrap
 
 from kvtier.errors import ConnectorUnavailableError
-from kvtier_connectors.threads import SHARES_MAX, Halt, Threads
+from kvtier_connectors.threads import SHARES_MAX, Halt, Hop, Threads
 
 
 def test_halt_calls_what_was_asked_for_once() -> None:
@@ -116,5 +117,31 @@ async def test_a_call_that_is_cancelled_again_and_again_waits_for_its_threads(
     let_go.set()
     with pytest.raises(asyncio.CancelledError):
         await call
+    assert threads.refusal(SHARES_MAX) is None
+    threads.close()
+
+
+@pytest.mark.parametrize("shares_max", [1, 2])
+@pytest.mark.parametrize("hop", [None, wrap])
+async def test_what_no_thread_can_be_started_for_is_an_outcome_and_never_done(
+    monkeypatch: pytest.MonkeyPatch, shares_max: int, hop: Hop | None
+) -> None:
+    """Its buffers are somebody else's by the time that there is a thread."""
+    threads, done = Threads(2, "kvtier-test"), list[int]()
+
+    def work(job: int, halt: Halt) -> int:
+        del halt
+        done.append(job)
+        return job
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        outcomes = await threads.each(work, [1, 2], shares_max=shares_max, hop=hop)
+    assert [type(outcome) for outcome in outcomes] == [ConnectorUnavailableError] * 2
+    assert await threads.each(work, [3], shares_max=1) == [3]
+    assert done == [3]
     assert threads.refusal(SHARES_MAX) is None
     threads.close()

@@ -16,7 +16,6 @@ objects are not its own, write its own over them, and be written over in its tur
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import secrets
 import struct
@@ -178,11 +177,11 @@ class Encrypted(Decorator):
         secret = self._secret()
         if secret is None:
             return [ConnectorRefusedError("the tenant has no key") for _ in items]
-        if refusal := self._threads.refusal(1):
-            return [refusal for _ in items]
-        loop = asyncio.get_running_loop()
-        share = loop.run_in_executor(self._threads.executor, _encrypt_all, secret, items)
-        (sealed,) = await self._threads.gather([share], Halt())
+        (sealed,) = await self._threads.each(
+            lambda batch, _: _encrypt_all(secret, batch), [items], shares_max=1
+        )
+        if isinstance(sealed, ConnectorError):
+            return [sealed for _ in items]
         return await super().write(sealed)
 
     async def delete(self, keys: Sequence[bytes]) -> None:
@@ -241,15 +240,11 @@ class Encrypted(Decorator):
         jobs = list(found.values())
         stored = [job.stored(secret.prefix) for job in jobs]
         answers = await super().read(stored, [job.sealed for job in jobs])
-        if refusal := self._threads.refusal(1):
-            for n in found:
-                outcomes[n] = refusal
-            return []
-        loop, halt = asyncio.get_running_loop(), Halt()
-        share = loop.run_in_executor(
-            self._threads.executor, _open_all, secret.cipher, jobs, answers, halt
+        (opened,) = await self._threads.each(
+            lambda batch, halt: _open_all(secret.cipher, batch, answers, halt), [jobs], shares_max=1
         )
-        (opened,) = await self._threads.gather([share], halt)
+        if isinstance(opened, ConnectorError):
+            opened = [opened for _ in found]
         again = []
         for n, outcome in zip(found, opened, strict=True):
             outcomes[n] = outcome

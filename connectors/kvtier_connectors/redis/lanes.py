@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from typing import Final, NamedTuple
 
 from redis import exceptions as redis_errors
 
 from kvtier.constants import MIB
+from kvtier.errors import ConnectorUnavailableError
 from kvtier_connectors.redis.errors import translated
 from kvtier_connectors.redis.link import Link, ended_by
 from kvtier_connectors.redis.replies import ASKING, Command, Reply
@@ -140,15 +141,17 @@ class Lanes:
                 if job is None or job.cancel():
                     run(lane)
         finally:
-            for _, job in started:
-                if job is not None and not job.cancel():
-                    job.result()
+            left = [job for _, job in started if job is not None and not job.cancel()]
+            # All of them, before one may raise: they fill the caller's buffers.
+            wait(left)
+            for job in left:
+                job.result()
 
     def _started(self, function: Callable[[_Lane], None], lane: _Lane) -> Future[None] | None:
         try:
             return self._executor.submit(function, lane)
-        except RuntimeError:
-            # Closed meanwhile: what runs is finished, in its own thread.
+        except ConnectorUnavailableError:
+            # No thread, or closed meanwhile: what runs is finished, in its own thread.
             return None
 
     def _run_lane(self, lane: _Lane, commands: Sequence[Command], halt: Halt) -> list[Reply]:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final, Self, TypeVar
 
-from kvtier.errors import ConnectorDataError, ConnectorError, ConnectorRefusedError
+from kvtier.errors import (
+    ConnectorDataError,
+    ConnectorError,
+    ConnectorRefusedError,
+    ConnectorUnavailableError,
+)
 from kvtier.interfaces import ReadOutcome
 from kvtier.types import KeyInfo, ReadRequest, WriteItem
 from kvtier_connectors.s3.answers import Piece, Placed
@@ -115,7 +121,8 @@ class S3Connector:
         except asyncio.CancelledError:
             # Nobody waits for it: it needs none of the caller's memory.
             if not self._threads.refusal(1):
-                self._threads.executor.submit(self._bucket.abort_upload, item.key, upload_id)
+                with contextlib.suppress(ConnectorUnavailableError):
+                    self._threads.executor.submit(self._bucket.abort_upload, item.key, upload_id)
             raise
         if problem is not None:
             await self._each(
