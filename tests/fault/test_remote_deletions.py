@@ -14,15 +14,13 @@ from kvtier.errors import ConnectorUnavailableError
 from kvtier.testing.engine_double import EngineDouble, wait_until
 from kvtier.tiers.remote import channel
 from kvtier.types import ChunkKey, Tier
-from tests.lib.cache_setup import CHUNK_BYTES, tier_stats
+from tests.lib.cache_setup import CHUNK_BYTES, settle, tier_stats, written
 from tests.lib.remote_lab import (
     RemoteLab,
     ToyRemote,
-    quiet,
     remote_counters,
     remote_lab,
     tokens_of,
-    uploaded,
 )
 
 CHUNKS = 12
@@ -41,8 +39,8 @@ def stored(engine: EngineDouble, count: int = CHUNKS) -> tuple[ChunkKey, ...]:
         sequence = engine.sequence(tokens_of(1, start=1000 * number))
         assert engine.store(sequence)
         keys += sequence.chunk_keys
-        uploaded(engine)
-        quiet(engine)  # What is being written holds its slot.
+        written(engine)
+        settle(engine)  # What is being written holds its slot.
     return tuple(keys)
 
 
@@ -118,7 +116,7 @@ def test_what_is_stored_again_before_it_was_deleted_stays(
     stored(engine, 3)
     lab.remote.release()
     wait_until(lambda: lab.remote.calls["delete"] == 1, "not even the first is deleted")
-    quiet(engine)
+    settle(engine)
     assert lab.remote.calls["delete"] == 1, "the others are to be there"
     assert {key[: len(keys[0])] for key in lab.remote.objects()} >= set(keys[1:])
 

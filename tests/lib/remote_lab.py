@@ -36,7 +36,6 @@ from tests.lib.cache_setup import (
     CHUNK_BYTES,
     LAYOUT,
     ErrorLog,
-    idle,
     ranks,
     settle,
     tier_stats,
@@ -266,17 +265,6 @@ def remote_lab(folder: Path) -> Iterator[RemoteLab]:
     yield lab
     lab.close_all()
     logging.getLogger("kvtier").removeHandler(log)
-
-
-def quiet(engine: EngineDouble) -> None:
-    """Wait until no load, store or late read is under way, and look through the books."""
-    wait_until(lambda: idle(engine.cache.stats()), f"not idle: {engine.cache.stats()}")
-    engine.cache.check_integrity()
-
-
-def uploaded(engine: EngineDouble) -> None:
-    """Wait until everything that is to be written has been."""
-    wait_until(lambda: engine.cache.stats().writes_queued == 0, "uploads do not end")
 
 
 def remote_counters(engine: EngineDouble) -> Any:

@@ -16,16 +16,14 @@ from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import EngineDouble, wait_until
 from kvtier.tiers.remote.written import Written
 from kvtier.types import ChunkKey, MissReason, ShardId, Tier
-from tests.lib.cache_setup import CHUNK_BYTES, of_tenant, refused, tier_stats
+from tests.lib.cache_setup import CHUNK_BYTES, of_tenant, refused, settle, tier_stats, written
 from tests.lib.remote_lab import (
     RemoteLab,
     ToyRemote,
     first_answer,
-    quiet,
     remote_counters,
     remote_lab,
     tokens_of,
-    uploaded,
 )
 
 ONE = frozenset({ShardId(0, 0, 0)})
@@ -39,8 +37,8 @@ def lab(tmp_path: Path) -> Iterator[RemoteLab]:
 
 def stored(engine: EngineDouble, tokens: range) -> None:
     engine.store(engine.sequence(tokens))
-    uploaded(engine)
-    quiet(engine)
+    written(engine)
+    settle(engine)
 
 
 def chunks(engine: EngineDouble, salt: str = "ours") -> float:
@@ -170,7 +168,7 @@ def test_what_could_not_be_asked_for_again_counts_as_it_lies_there(lab: RemoteLa
 
     lab.remote.twist["contains"] = away
     engine.load(engine.match(engine.sequence(tokens_of(1))))
-    uploaded(engine)
+    written(engine)
     assert remote_counters(engine).io_errors == 1
     assert chunks(engine) == 2
 
