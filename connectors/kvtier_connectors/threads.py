@@ -79,7 +79,7 @@ class _Pool(ThreadPoolExecutor):
         """Raises ``ConnectorUnavailableError`` when it is closed or the system has no thread."""
         job: Future[_T] = Future()
         try:
-            super().submit(_do, job, partial(fn, *args, **kwargs))
+            super().submit(_do_boundary, job, partial(fn, *args, **kwargs))
         except RuntimeError as error:
             # Unless a thread that runs already has begun it.
             if job.cancel():
@@ -202,7 +202,7 @@ class Threads:
         self.executor.shutdown(wait=False)
 
 
-def _do(job: Future[_T], function: Callable[[], _T]) -> None:
+def _do_boundary(job: Future[_T], function: Callable[[], _T]) -> None:
     """In a thread: do it, unless it was taken back."""
     if not job.set_running_or_notify_cancel():
         return
