@@ -1,4 +1,4 @@
-"""Callers who give a read a few milliseconds: that a tier has not answered says nothing of it."""
+"""Callers who give a read too little time: that a tier has not answered says nothing of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tests.lib.keyed_setup import KeyedSetup, finished, keyed_setup, settle
 from tests.lib.remote_lab import RemoteLab, remote_lab, tokens_of
 
 NBYTES = 70_000
-IMPATIENT_S = 0.01
+#: Little, and still enough for a busy machine to begin all reads.
+IMPATIENT_S = SLOW_S_MIN / 2
 #: Real seconds in which all reads have begun on a busy machine; the clock goes on by less.
 BEGUN_S = 0.5
 CHUNKS = max(BREAKER_FAILURES_MAX, READ_FAILURES_MAX) + 1
@@ -64,6 +65,29 @@ def test_a_directory_is_left_alone_only_by_those_who_gave_it_time(
     gate.open()
     settle(cache)
     assert tier_stats(cache, Tier.DISK).state == ("slow" if ends_after_s else state)
+
+
+def test_a_directory_that_hangs_for_ever_is_left_alone_though_nobody_gave_it_time(
+    setup: KeyedSetup,
+) -> None:
+    """Or each of those who have no time would give it all they have, again and again."""
+    clock = FakeClock()
+    sizes = {b"%d" % number: NBYTES for number in range(CHUNKS)}
+    setup.on_disk(sizes)
+    setup.close(setup.faces[0][0])
+    keyed, cache = setup.open(clock=clock)
+    gate = FileGate(operations=(FileOperation.READ,), path=".kvs")
+    setup.files.inject(gate)
+    into = [bytearray(NBYTES) for _ in sizes]
+    transfer = keyed.get(list(sizes), into, deadline=clock.now() + BEGUN_S)
+    gate.wait_for_arrivals(CHUNKS)
+    clock.advance(IMPATIENT_S)
+    assert finished(transfer) == [MissReason.DEADLINE] * CHUNKS
+    wait_until(lambda: cache.stats().late_jobs == CHUNKS, "not all are late")
+    clock.advance(2 * SLOW_S_MIN)
+    wait_until(lambda: tier_stats(cache, Tier.DISK).state == "slow", "it is waited for again")
+    gate.open()
+    settle(cache)
 
 
 @PATIENCE

@@ -108,7 +108,7 @@ class DiskSource:
             volume.read_succeeded()
             return None
         if isinstance(outcome, DeadlineError):
-            volume.late_count += 1
+            volume.overdue.add(self._blame)
             self._blame()
             return MissReason.DEADLINE
         if isinstance(outcome, ShardError):
@@ -130,7 +130,7 @@ class DiskSource:
 
     def end_late(self) -> None:
         """One overdue read less; how long it took is known now."""
-        self._volume.late_count -= 1
+        self._volume.overdue.discard(self._blame)
         self._blame()
 
     def _blame(self) -> None:

@@ -71,6 +71,8 @@ class VolumeOpener:
         """Start what is due."""
         volume = self._volume
         self._disk.trim()
+        for blame in tuple(volume.overdue):  # One that hangs for ever has no end to tell it.
+            blame()
         if self._busy:
             return
         if volume.open_due:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvtier.constants import (
@@ -81,7 +81,9 @@ class Volume:
         self.swept = False  # Nothing is written before it is known what lies there.
         self.held_bytes = 0  # Of chunks, those included that are leaving or not written yet.
         self.writing_count = 0
-        self.late_count = 0  # Reads that are overdue and have not ended.
+        #: Reads that are overdue and have not ended: each counts against the directory when it is
+        #: called once it has lasted too long.
+        self.overdue: set[Callable[[], None]] = set()
         self.put_away_count = 0  # Files put into quarantine since the start.
         self._clock = clock
         self._open_health = Health()
@@ -96,6 +98,11 @@ class Volume:
         self._removed: list[tuple[ChunkKey, int]] = []
         self._used: dict[ChunkKey, None] = {}
         self._used_since = 0.0
+
+    @property
+    def late_count(self) -> int:
+        """Reads that are overdue and have not ended."""
+        return len(self.overdue)
 
     @property
     def used_bytes(self) -> int:
