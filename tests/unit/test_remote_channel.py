@@ -195,7 +195,7 @@ def test_nothing_is_sent_after_its_deadline(labs: Callable[..., Lab]) -> None:
 def test_b92_a_read_that_is_overdue_keeps_its_buffer_and_frees_its_connection(
     labs: Callable[..., Lab],
 ) -> None:
-    lab = labs(connections=1, deadline_s=0.02)
+    lab = labs(connections=1, deadline_s=0.2)
     first, second = lab.put(2)
     lab.remote.hold("read")
     buffer, work = lab.read(first)
@@ -241,7 +241,7 @@ def test_too_much_that_waits_is_refused(labs: Callable[..., Lab]) -> None:
 
 @pytest.mark.parametrize("operation", ["contains", "read"])
 def test_a_probe_finds_what_fails(labs: Callable[..., Lab], operation: str) -> None:
-    lab = labs(deadline_s=0.05)
+    lab = labs(deadline_s=0.3)
     assert lab.do(lab.channel.probe()) is None
     lab.remote.hold(operation)
     assert isinstance(lab.do(lab.channel.probe()), ConnectorTimeoutError)
