@@ -24,6 +24,7 @@ def test_what_one_server_has_computed_another_loads_from_the_remote(
         served.wait_until(idle)
         assert served.stop() == 0
     with serving(*options) as served:
+        served.wait_for_tier("remote", "ok")
         tiers = {tier["name"]: tier["state"] for tier in served.health()["tiers"]}
         assert tiers == {"hbm": "ok", "dram": "ok", "remote": "ok"}
         warm = served.ask(prompt, NEW_TOKENS)
