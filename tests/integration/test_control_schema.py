@@ -33,6 +33,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         "--disk-bytes=64MiB",
     )
     with daemon(*options) as running:
+        running.wait_until_ready()
         yield running
         assert running.stop() == 0
         assert "secret" not in "\n".join(running.log)
