@@ -170,7 +170,14 @@ class Threads:
     ) -> list[_T | ConnectorError]:
         """Have a thread do the jobs; where there is none that is what comes of each."""
         try:
-            return await run(jobs, halt, executor=self.executor)
+            share = asyncio.ensure_future(run(jobs, halt, executor=self.executor))
+            while not share.done():
+                try:
+                    await asyncio.wait((share,))
+                # The loop is to end, which cancels us as all tasks, but not our thread.
+                except asyncio.CancelledError:
+                    halt.set()
+            return share.result()
         except ConnectorUnavailableError as error:
             return [error.with_traceback(None) for _ in jobs]
 

@@ -122,6 +122,35 @@ async def test_a_call_that_is_cancelled_again_and_again_waits_for_its_threads(
 
 
 @pytest.mark.parametrize("shares_max", [1, 2])
+def test_a_loop_that_ends_waits_for_the_threads_of_a_call(shares_max: int) -> None:
+    """It cancels all of its tasks, and no thread by that."""
+    threads, begun, let_go = Threads(2, "kvtier-test"), threading.Event(), threading.Event()
+    ended: list[int] = []
+
+    def work(job: int, halt: Halt) -> int:
+        del halt
+        begun.set()
+        assert let_go.wait(30)
+        ended.append(job)
+        return job
+
+    async def leave() -> asyncio.Task[object]:
+        loop = asyncio.get_running_loop()
+        call = loop.create_task(threads.each(work, [1, 2], shares_max=shares_max))
+        await asyncio.to_thread(begun.wait)
+        loop.call_later(0.05, let_go.set)
+        return call
+
+    call = asyncio.run(leave())
+    came_too_late = not let_go.is_set()
+    let_go.set()
+    assert call.cancelled()
+    assert not came_too_late, "the loop had ended, and a thread had not"
+    assert ended
+    threads.close()
+
+
+@pytest.mark.parametrize("shares_max", [1, 2])
 @pytest.mark.parametrize("hop", [None, wrap])
 async def test_what_no_thread_can_be_started_for_is_an_outcome_and_never_done(
     monkeypatch: pytest.MonkeyPatch, shares_max: int, hop: Hop | None
