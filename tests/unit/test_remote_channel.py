@@ -345,6 +345,29 @@ def test_after_the_close_everything_ends_at_once(labs: Callable[..., Lab]) -> No
     lab.channel.close(1.0)
 
 
+class GivesUp(ToyRemote):
+    """Awaits at its end what it has cancelled itself."""
+
+    async def close(self) -> None:
+        task = asyncio.create_task(asyncio.Event().wait())
+        task.cancel()
+        await task
+
+
+def test_a_connector_that_cancels_its_own_end_is_closed_all_the_same() -> None:
+    channel = Channel(
+        GivesUp,
+        SystemClock(),
+        random.Random(1),
+        lambda: None,
+        connections=1,
+        deadline_s=1.0,
+        name="gives-up",
+    )
+    channel.close(5.0)
+    assert not [each for each in threading.enumerate() if each.name.endswith("gives-up")]
+
+
 class _Deaf(Lab):
     """Nobody can be told that something is slow."""
 

@@ -357,8 +357,9 @@ class Channel:
             await asyncio.wait(set(self._calls), timeout=timeout_s)
         try:
             await asyncio.wait_for(self._connector.close(), timeout_s)
-        # Whatever it raises, there is nothing to be done about it any more.
-        except Exception as error:
+        # Whatever it raises, there is nothing to be done about it any more. One that cancels its
+        # own end would leave its thread behind, and everything else open.
+        except (Exception, asyncio.CancelledError) as error:
             _log.warning("a remote's connector did not close: %s", type(error).__name__)
 
     def _run_loop(self) -> None:
