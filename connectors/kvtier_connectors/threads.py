@@ -13,6 +13,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 from kvtier.constants import WIRE_BYTES_PER_S_MIN
 from kvtier.errors import ConnectorError, ConnectorUnavailableError
 
+_ErrorT = TypeVar("_ErrorT", bound=ConnectorError)
 _Job = TypeVar("_Job")
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -30,6 +31,21 @@ SILENCES_MAX: Final = 4
 def call_s_max(silence_s: float, nbytes: int) -> float:
     """Return how long a call may take of a store that may be silent for so long at a time."""
     return SILENCES_MAX * silence_s + nbytes / WIRE_BYTES_PER_S_MIN
+
+
+def without_frames(error: _ErrorT) -> _ErrorT:
+    """Return an outcome with no more than its cause, and both without the frames that they came by.
+
+    Those hold the caller's buffers, and often the errors, as do those of what the cause came from.
+    """
+    cause = error.__cause__
+    each: BaseException | None = error
+    while each is not None:
+        after = each.__cause__ or each.__context__
+        each.__cause__ = each.__context__ = each.__traceback__ = None
+        each = after
+    error.__cause__ = cause
+    return error
 
 
 class Halt:
@@ -78,11 +94,13 @@ class _Pool(ThreadPoolExecutor):
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
         """Raises ``ConnectorUnavailableError`` when it is closed or the system has no thread."""
         job: Future[_T] = Future()
+        work = [partial(fn, *args, **kwargs)]
         try:
-            super().submit(_do_boundary, job, partial(fn, *args, **kwargs))
+            super().submit(_do_boundary, job, work)
         except RuntimeError as error:
             # Unless a thread that runs already has begun it.
             if job.cancel():
+                work.clear()
                 raise ConnectorUnavailableError(f"no thread for the store: {error}") from None
         return job
 
@@ -154,7 +172,7 @@ class Threads:
             try:
                 return await self._alone(partial(_do_share, function, jobs, halt), halt, limit_s)
             except ConnectorUnavailableError as error:  # No thread for it.
-                return [error.with_traceback(None) for _ in jobs]
+                return [without_frames(error) for _ in jobs]
         run = partial((hop or _hop)(_do_share), function)
         shares = [self._share(run, jobs[n::count], halt) for n in range(count)]
         outcomes: list[_T | ConnectorError] = [ConnectorUnavailableError() for _ in jobs]
@@ -179,7 +197,7 @@ class Threads:
                     halt.set()
             return share.result()
         except ConnectorUnavailableError as error:
-            return [error.with_traceback(None) for _ in jobs]
+            return [without_frames(error) for _ in jobs]
 
     async def _alone(self, share: Callable[[], _T], halt: Halt, limit_s: float) -> _T:
         """As ``gather`` for one share, in fewer turns of the loop."""
@@ -209,12 +227,12 @@ class Threads:
         self.executor.shutdown(wait=False)
 
 
-def _do_boundary(job: Future[_T], function: Callable[[], _T]) -> None:
-    """In a thread: do it, unless it was taken back."""
+def _do_boundary(job: Future[_T], work: list[partial[_T]]) -> None:
+    """In a thread: do the one piece of work, unless it was taken back."""
     if not job.set_running_or_notify_cancel():
         return
     try:
-        found = function()
+        found = work.pop()()
     # Whoever waits for it has to know, whatever it is.
     except BaseException as error:
         job.set_exception(error)
@@ -252,8 +270,5 @@ def _do_share(
                 raise ConnectorUnavailableError("the call was given up")
             outcomes.append(function(job, halt))
         except ConnectorError as error:
-            # The frames of either hold the caller's buffers.
-            if error.__cause__ is not None:
-                error.__cause__.__traceback__ = None
-            outcomes.append(error.with_traceback(None))
+            outcomes.append(without_frames(error))
     return outcomes

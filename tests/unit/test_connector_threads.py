@@ -10,6 +10,16 @@ from aiofiles.os import wrap
 
 from kvtier.errors import ConnectorUnavailableError
 from kvtier_connectors.threads import SHARES_MAX, Halt, Hop, Threads
+from tests.lib.plane import until
+
+
+def is_let_go(data: bytearray) -> bool:
+    """Tell whether nobody has a view of it."""
+    try:
+        data.append(0)
+    except BufferError:
+        return False
+    return True
 
 
 def test_halt_calls_what_was_asked_for_once() -> None:
@@ -173,4 +183,43 @@ async def test_what_no_thread_can_be_started_for_is_an_outcome_and_never_done(
     assert await threads.each(work, [3], shares_max=1) == [3]
     assert done == [3]
     assert threads.refusal(SHARES_MAX) is None
+    threads.close()
+
+
+@pytest.mark.parametrize("shares_max", [1, 2])
+async def test_the_outcome_of_a_job_that_failed_keeps_none_of_its_memory(shares_max: int) -> None:
+    """It may be kept for long, and with it what it came from."""
+    threads, data = Threads(2, "kvtier-test"), bytearray(1)
+
+    def work(view: memoryview, halt: Halt) -> int:
+        del halt
+        try:
+            try:
+                return view[1]
+            except IndexError as error:
+                raise OSError("the medium is shorter") from error
+        except OSError as error:
+            raise ConnectorUnavailableError(str(error)) from error
+
+    jobs = [memoryview(data), memoryview(data)]
+    outcomes = await threads.each(work, jobs, shares_max=shares_max)
+    del jobs
+    await until(lambda: is_let_go(data))
+    assert [type(outcome) for outcome in outcomes] == [ConnectorUnavailableError] * 2
+    threads.close()
+
+
+async def test_what_no_thread_could_be_started_for_is_let_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads, data = Threads(1, "kvtier-test"), bytearray(1)
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        outcomes = await threads.each(lambda view, _: len(view), [memoryview(data)], shares_max=1)
+    await until(lambda: is_let_go(data))
+    assert isinstance(outcomes[0], ConnectorUnavailableError)
     threads.close()

@@ -13,6 +13,7 @@ from kvtier.errors import (
     ConnectorTimeoutError,
     ConnectorUnavailableError,
 )
+from kvtier_connectors.threads import without_frames
 
 #: The first word of an error reply. What is not here is a plain ``ResponseError``.
 REPLIES: Final[dict[str, type[redis_errors.RedisError]]] = {
@@ -75,7 +76,6 @@ def translated(error: Exception) -> ConnectorError:
     for kind in type(error).__mro__:
         if kind in ERRORS:
             outcome = ERRORS[kind](str(error))
-            # Its frames hold the caller's buffers.
-            outcome.__cause__ = error.with_traceback(None)
-            return outcome
+            outcome.__cause__ = error
+            return without_frames(outcome)
     raise AssertionError(f"no outcome for {type(error).__name__}") from error
