@@ -273,54 +273,6 @@ async def test_keys_are_asked_for_in_as_few_requests_as_hold_them(tmp_path: Path
         assert isinstance(read, ConnectorUnavailableError)
 
 
-async def test_many_callers_share_one_attempt_to_connect(tmp_path: Path) -> None:
-    connector = connect(f"kvtier+unix://{tmp_path}/nobody?connections=2")
-    buffers = [memoryview(bytearray(1)) for _ in range(50)]
-    outcomes = await connector.read([ReadRequest(b"key", 0, 1)] * 50, buffers)
-    assert all(isinstance(outcome, ConnectorUnavailableError) for outcome in outcomes)
-    assert len({id(outcome) for outcome in outcomes}) == 1
-    await connector.close()
-
-
-async def test_a_connection_that_cannot_be_had_fails_nobody_who_has_one(tmp_path: Path) -> None:
-    """Nor is a server at its limit asked for one by each who finds all others busy."""
-    busy, turned_away = asyncio.Event(), asyncio.Event()
-    refused = 0
-
-    async def served(peer: Peer) -> None:
-        await peer.welcome()
-        first = await peer.take()
-        assert isinstance(first, Read)
-        busy.set()
-        for _ in range(3):
-            asked = await peer.take()
-            assert isinstance(asked, Read)
-            peer.send(Data(asked.request, Status.OK, ""), b"1" * NBYTES)
-        peer.send(Data(first.request, Status.OK, ""), b"1" * NBYTES)
-        await peer.take()
-
-    async def full(peer: Peer) -> None:
-        nonlocal refused
-        refused += 1
-        await peer.take()
-        peer.send(Refused(Status.UNAVAILABLE, "all connections are taken"))
-        peer.close()
-        turned_away.set()
-
-    async with scripted(tmp_path, served, full) as url:
-        connector = connect(url.replace("connections=1", "connections=2"))
-        request, buffer = ReadRequest(b"key", 0, NBYTES), memoryview(bytearray(NBYTES))
-        first = asyncio.create_task(connector.read([request], [buffer]))
-        await busy.wait()
-        for _ in range(3):
-            other = memoryview(bytearray(NBYTES))
-            assert await connector.read([request], [other]) == [NBYTES]
-            await turned_away.wait()
-        assert await first == [NBYTES]
-        await connector.close()
-    assert refused == 1
-
-
 @pytest.mark.parametrize("hangs_up", [True, False])
 async def test_the_outcome_of_a_write_that_failed_keeps_none_of_its_memory(
     tmp_path: Path, *, hangs_up: bool

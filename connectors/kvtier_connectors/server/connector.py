@@ -255,6 +255,7 @@ class ServerConnector:
         except ConnectorError as error:
             self._not_before_s = asyncio.get_running_loop().time() + _PAUSE_S
             return error.with_traceback(None)
+        self._not_before_s = 0.0  # It may have been away, and given none to anybody.
         if self._closed:
             line.close()
         else:
