@@ -280,6 +280,7 @@ class Load:
                 self._match.sequence.workers or self._context.workers,
                 chunk=piece.chunk,
                 groups=piece.groups,
+                end_token=self._end_token(self._pieces[-1]),
                 blocks=self._blocks,
                 slots=piece.record.places.__getitem__,
                 sections=ready.__getitem__,
@@ -297,12 +298,8 @@ class Load:
                 pieces.append(piece)
         if not moves:
             return None
-        plan = Plan(
-            plan_id=self._context.plans.new_id(),
-            direction=Direction.LOAD,
-            deadline=self._deadline,
-            moves=tuple(moves),
-        )
+        number = self._context.plans.new_id()
+        plan = Plan(number, Direction.LOAD, self._deadline, tuple(moves))
         self._context.plans.open(plan, lambda reason: self._answered(pieces, sections, reason))
         return plan
 

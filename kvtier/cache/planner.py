@@ -22,6 +22,7 @@ from kvtier.types import (
     Blocks,
     GroupKind,
     HeadSlice,
+    KVGroup,
     KVLayout,
     Move,
     Placement,
@@ -80,6 +81,17 @@ def needed_groups(layout: KVLayout, chunk: int, end_token: int) -> frozenset[int
         if group.kind is not GroupKind.WINDOW
         or (chunk + 1) * layout.chunk_tokens > end_token - group.window_tokens
     )
+
+
+def first_needed(group: KVGroup, end_token: int, block_tokens: int) -> int:
+    """Return where the blocks begin that the token after ``end_token`` tokens attends to.
+
+    An engine has no blocks of its own for what lies before the windows of a prefix.
+    """
+    if group.kind is not GroupKind.WINDOW:
+        return 0
+    first = max(0, end_token - group.window_tokens)
+    return first - first % block_tokens
 
 
 def usable_chunks(layout: KVLayout, present: Sequence[frozenset[int]]) -> int:
@@ -160,16 +172,34 @@ def load_moves(
     *,
     chunk: int,
     groups: frozenset[int],
+    end_token: int,
     blocks: Blocks,
     slots: Callable[[ShardId], Slot],
     sections: Callable[[ShardId], range],
 ) -> list[Move]:
     """Order the covered tokens of one chunk into the pools of the workers that need them.
 
-    ``sections(shard)`` says which sections are ready and not ordered yet; it may be empty.
+    Of ``groups``, those that ``needed_groups`` says for the same ``end_token``, windows have only
+    the blocks in them filled. ``sections(shard)`` says which sections are ready and not ordered
+    yet; it may be empty.
     """
+    size, start = blocks.block_tokens, chunk * layout.chunk_tokens
+    first = [first_needed(group, end_token, size) - start for group in layout.groups]
+    covered = chunk_tokens_covered(layout, chunk, blocks)
+    tokens = [range(max(covered.start, each), covered.stop) for each in first]
     return [
-        _move(layout, shape, worker, shard, heads, chunk, blocks, slots(shard), ready)
+        _move(
+            layout,
+            shape,
+            worker,
+            shard,
+            heads,
+            chunk,
+            tokens[shard.group],
+            blocks,
+            slots(shard),
+            ready,
+        )
         for worker in workers
         for shard, heads in _readers_shards(layout, worker)
         if shard.group in groups and (ready := sections(shard))
@@ -217,6 +247,7 @@ def store_moves(
             shard,
             _head_slice(layout, writers[shard], shard),
             chunk,
+            chunk_tokens_covered(layout, chunk, blocks),
             blocks,
             slots(shard),
             range(shape.layouts[shard].sections),
@@ -238,11 +269,11 @@ def _move(
     shard: ShardId,
     heads: HeadSlice,
     chunk: int,
+    tokens: range,
     blocks: Blocks,
     slot: Slot,
     sections: range,
 ) -> Move:
-    tokens = chunk_tokens_covered(layout, chunk, blocks)
     first_block = (chunk * layout.chunk_tokens + tokens.start - blocks.start_token) // (
         blocks.block_tokens
     )

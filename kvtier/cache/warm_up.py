@@ -115,6 +115,7 @@ def _plans(
         [placement],
         chunk=chunk,
         groups=frozenset(range(len(layout.groups))),
+        end_token=chunk * layout.chunk_tokens,
         blocks=blocks,
         slots=slots.__getitem__,
         sections=lambda shard: range(shape.layouts[shard].sections),

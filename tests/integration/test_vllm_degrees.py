@@ -14,7 +14,8 @@ from kvtier.config import CacheConfig, DiskConfig
 from kvtier.constants import MIB
 from kvtier.types import Namespace, Placement
 from kvtier_adapters.vllm.scheduler_side import Duties
-from tests.lib.vllm_double import DoubleRequest, VllmDouble, double_geometry
+from tests.lib.vllm_double import VllmDouble, double_geometry
+from tests.lib.vllm_double_parts import DoubleRequest
 
 CHUNK_TOKENS = 8
 DEGREES = (1, 2, 4)

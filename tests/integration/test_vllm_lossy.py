@@ -13,7 +13,8 @@ from kvtier.config import CacheConfig
 from kvtier.constants import MIB
 from kvtier.testing.engine_double import wait_until
 from kvtier.types import Fidelity, Namespace
-from tests.lib.vllm_double import DoubleRequest, VllmDouble, double_geometry
+from tests.lib.vllm_double import VllmDouble, double_geometry
+from tests.lib.vllm_double_parts import DoubleRequest
 
 NAMESPACE = replace(
     Namespace("a double", double_geometry(1, 4, 64).layout(8)), fidelity=Fidelity.LOSSY

@@ -17,7 +17,8 @@ from kvtier.testing.engine_double import wait_until
 from kvtier.types import Blocks, MissReason, Namespace, Placement, Plan, Tier
 from kvtier_adapters.vllm.scheduler_side import Duties
 from tests.lib.disk_folder import shard_files
-from tests.lib.vllm_double import DoubleRequest, VllmDouble, double_geometry
+from tests.lib.vllm_double import VllmDouble, double_geometry
+from tests.lib.vllm_double_parts import DoubleRequest
 
 CHUNK_TOKENS = 8
 Opener = Callable[..., VllmDouble]

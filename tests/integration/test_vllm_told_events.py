@@ -13,7 +13,8 @@ from kvtier.constants import MIB
 from kvtier.testing.engine_double import wait_until
 from kvtier.types import Namespace, Tier
 from kvtier_adapters.vllm.events import BlocksCame, BlocksLeft
-from tests.lib.vllm_double import BLOCK_TOKENS, DoubleRequest, VllmDouble, double_geometry
+from tests.lib.vllm_double import VllmDouble, double_geometry
+from tests.lib.vllm_double_parts import BLOCK_TOKENS, DoubleRequest
 
 CHUNK_TOKENS = 8
 NAMESPACE = Namespace("a double", double_geometry(1, BLOCK_TOKENS, 64).layout(CHUNK_TOKENS))

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from kvtier.types import Namespace
 from kvtier_adapters.vllm.requests import request_namespace
 from kvtier_adapters.vllm.setup import read_setup
-from tests.lib.vllm_double import DoubleRequest
+from tests.lib.vllm_double_parts import DoubleRequest
 
 VERSION: Final = "0.32.0"
 
@@ -57,7 +57,7 @@ def vllm_namespace(
         speculative_config=None,
         cache_config=SimpleNamespace(cache_dtype=cache_dtype),
         device_config=SimpleNamespace(device_type="cuda"),
-        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64),
         compilation_config=SimpleNamespace(static_forward_context={}),
         load_config=SimpleNamespace(load_format=load_format),
         model_config=SimpleNamespace(

@@ -6,10 +6,9 @@ wrong, late or from elsewhere is seen at the next token, as a model's answer wou
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -20,92 +19,17 @@ from kvtier.layout import head_range
 from kvtier.testing.engine_double import wait_until
 from kvtier.types import Namespace, Placement, Plan, Result
 from kvtier_adapters.vllm.events import EventDesk
-from kvtier_adapters.vllm.geometry import Geometry
+from kvtier_adapters.vllm.geometry import Geometry, LayerGroup
 from kvtier_adapters.vllm.messages import Answers, Orders
 from kvtier_adapters.vllm.pool import open_pool
 from kvtier_adapters.vllm.scheduler_side import Duties, SchedulerSide
 from kvtier_adapters.vllm.worker_side import WorkerSide
+from tests.lib.vllm_double_parts import BLOCK_TOKENS, DoublePool, DoubleRequest
 
 LAYERS: Final = 2
 HEADS: Final = 2
 DIM: Final = 8
-#: Of a block, unless a test says otherwise.
-BLOCK_TOKENS: Final = 4
 STEPS_MAX: Final = 20_000
-
-
-@dataclass(eq=False)
-class DoubleRequest:
-    """A request with the fields that the connector reads."""
-
-    request_id: str
-    prompt: list[int]
-    max_tokens: int = 1
-    cache_salt: str | None = None
-    kv_transfer_params: dict[str, Any] | None = None
-    lora_request: Any = None
-    mm_features: list[Any] = field(default_factory=list)
-    prompt_embeds: Any = None
-    skip_reading_prefix_cache: bool = False
-    resumable: bool = False
-    num_computed_tokens: int = 0
-    loaded: int = 0
-    status: str = "waiting"
-    table: list[int] = field(default_factory=list)
-    _states: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.all_token_ids = list(self.prompt)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that are known."""
-        return len(self.all_token_ids)
-
-    @property
-    def block_hashes(self) -> list[bytes]:
-        """What vLLM calls its full blocks: here by the KV that stands at their ends."""
-        ends = range(BLOCK_TOKENS, self.num_tokens + 1, BLOCK_TOKENS)
-        return [f"{self.cache_salt} {end} {self.kv(end - 1)}".encode() for end in ends]
-
-    def kv(self, position: int) -> int:
-        """What the KV of a position follows from."""
-        states = self._states
-        while len(states) <= position:
-            before = states[-1] if states else sum(map(ord, self.cache_salt or ""))
-            states.append((before * 31 + self.all_token_ids[len(states)] + 1) % 65_521)
-        return states[position]
-
-
-class DoublePool:
-    """Blocks with reference counts, as vLLM's block pool. Block 0 is never given out."""
-
-    def __init__(self, count: int) -> None:
-        self.blocks = [SimpleNamespace(block_id=number, ref_cnt=0) for number in range(count)]
-        self.free = list(range(1, count))
-
-    def allocate(self, count: int) -> list[int] | None:
-        if count > len(self.free):
-            return None
-        taken, self.free = self.free[:count], self.free[count:]
-        for number in taken:
-            self.blocks[number].ref_cnt = 1
-        return taken
-
-    def touch(self, blocks: Iterable[Any]) -> None:
-        for block in blocks:
-            assert block.ref_cnt > 0, "a store of a block that nobody has"
-            block.ref_cnt += 1
-
-    def free_blocks(self, blocks: Iterable[Any]) -> None:
-        for block in blocks:
-            block.ref_cnt -= 1
-            assert block.ref_cnt >= 0
-            if block.ref_cnt == 0:
-                self.free.append(block.block_id)
-
-    def release(self, numbers: list[int]) -> None:
-        self.free_blocks([self.blocks[number] for number in reversed(numbers)])
 
 
 class HastyWorker(CacheWorker):
@@ -150,17 +74,24 @@ class VllmDouble:
         duties: Duties | None = None,
         hasty: bool = False,
         heads: int = HEADS,
+        windows: Sequence[int] = (0,),
     ) -> None:
-        """With ``hasty`` all moves are made before the step's forward, else beside it."""
+        """With ``hasty`` all moves are made before the step's forward, else beside it.
+
+        Each of the ``windows``, which count as vLLM does, is a KV group; 0: it attends to all.
+        """
         self.block_tokens, self.step_tokens, self.heads = block_tokens, step_tokens, heads
+        self.windows = tuple(windows)
         self.pool = DoublePool(block_count)
         clock = SystemClock()
-        duties = duties or Duties(block_tokens, 4, load_deadline_s=0.5, ranks=ranks)
+        duties = duties or Duties(
+            block_tokens, 4, load_deadline_s=0.5, ranks=ranks, windows=self.windows
+        )
         feed = cache.events
         events = EventDesk(feed, block_tokens) if feed is not None else None
         self.side = SchedulerSide(cache, namespace, duties, clock, None, events)
         self.side.bind(self.pool)
-        self.geometry = double_geometry(ranks, block_tokens, block_count, heads)
+        self.geometry = double_geometry(ranks, block_tokens, block_count, heads, windows)
         shape = (block_count, self.geometry.rank_heads, block_tokens, 2 * DIM)
         self.memory = [[torch.full(shape, -1.0) for _ in range(LAYERS)] for _ in range(ranks)]
         self.workers = [self._open_rank(cache, rank, hasty=hasty) for rank in range(ranks)]
@@ -172,7 +103,9 @@ class VllmDouble:
 
     def _open_rank(self, cache: Cache, rank: int, *, hasty: bool) -> WorkerSide:
         place = Placement(rank, rank, len(self.memory))
-        layers = dict(zip(self.geometry.layer_names, self.memory[rank], strict=True))
+        # The same memory for each group, as vLLM has it: their blocks differ.
+        memory = self.memory[rank] * len(self.windows)
+        layers = dict(zip(self.geometry.layer_names, memory, strict=True))
         pool = open_pool(self.geometry, layers, {})
         assert not isinstance(pool, str), pool
         side = WorkerSide(place)
@@ -216,7 +149,7 @@ class VllmDouble:
         output = SimpleNamespace(
             num_scheduled_tokens={each.request_id: count for each, count in scheduled.items()},
             scheduled_new_reqs=[
-                SimpleNamespace(req_id=each.request_id, block_ids=(list(each.table),))
+                SimpleNamespace(req_id=each.request_id, block_ids=_copied(each.tables))
                 for each in new
             ],
             scheduled_cached_reqs=SimpleNamespace(
@@ -238,14 +171,14 @@ class VllmDouble:
     def preempt(self, request: DoubleRequest) -> None:
         """Take a running request's blocks away; it begins again later."""
         self.running.remove(request)
-        self.pool.release(request.table)
-        request.table, request.num_computed_tokens, request.status = [], 0, "waiting"
+        self._release(request)
+        request.num_computed_tokens, request.status = 0, "waiting"
         self.queue.insert(0, request)
 
     def finish(self, request: DoubleRequest) -> None:
         """End a request: what vLLM does at a stop, and at an abort."""
         loading = request.status == "loading"
-        self.side.finished(request, list(request.table))
+        self.side.finished(request, _copied(request.tables))
         for line in (self.queue, self.running):
             if request in line:
                 line.remove(request)
@@ -260,8 +193,13 @@ class VllmDouble:
             worker.close()
 
     def _forget(self, request: DoubleRequest) -> None:
-        self.pool.release(request.table)
+        self._release(request)
         del self.requests[request.request_id]
+
+    def _release(self, request: DoubleRequest) -> None:
+        for table in request.tables:
+            self.pool.release(table)
+        request.tables = []
 
     def _schedule(self) -> tuple[list[DoubleRequest], dict[DoubleRequest, int]]:
         new: list[DoubleRequest] = []
@@ -271,6 +209,7 @@ class VllmDouble:
                 self.queue.remove(request)
         scheduled = {}
         for request in self.running:
+            self._slide(request)
             left = request.num_tokens - request.num_computed_tokens
             scheduled[request] = min(left, self.step_tokens)
         return new, scheduled
@@ -278,32 +217,60 @@ class VllmDouble:
     def _admit(self, request: DoubleRequest) -> bool:
         """Find blocks for a request; True when it runs, False when it waits for whatever."""
         tokens = 0
-        shared: list[int] = []
+        shared: list[list[int]] = []
         if request.num_computed_tokens == 0:
             shared = self._shared_blocks(request)
-            found, _ = self.side.lookup(request, len(shared) * self.block_tokens)
-            if found is None:
+            found = len(shared[0]) * self.block_tokens if shared else 0
+            more, _ = self.side.lookup(request, found)
+            if more is None:
                 return False
-            tokens = found
-        wanted = -(-(len(request.prompt) + request.max_tokens) // self.block_tokens)
-        more = self.pool.allocate(wanted - len(request.table) - len(shared))
-        if more is None:
+            tokens = more
+        if not request.tables and not self._allocate(request, shared, tokens):
             return False
-        self.pool.touch([self.pool.blocks[number] for number in shared])
-        request.table = shared + request.table + more
-        request.num_computed_tokens += len(shared) * self.block_tokens + tokens
-        self.side.allocated(request, request.table, tokens)
+        self._slide(request)
+        self.side.allocated(request, _copied(request.tables), tokens)
         request.status = "loading" if tokens else "running"
         if not tokens:
             self.running.append(request)
         return not tokens
 
-    def _shared_blocks(self, request: DoubleRequest) -> list[int]:
+    def _allocate(self, request: DoubleRequest, shared: list[list[int]], tokens: int) -> bool:
+        """Find blocks of every group, null ones for what no window needs; False: there are none."""
+        size = self.block_tokens
+        wanted = -(-(len(request.prompt) + request.max_tokens) // size)
+        found = len(shared[0]) if shared else 0
+        computed = found * size + tokens
+        tables, new = [], 0
+        for group, window in enumerate(self.windows):
+            nulls = max(0, computed - window + 1) // size if window else 0
+            kept = shared[group][nulls:] if shared else []
+            tables.append([0] * nulls + kept)
+            new += wanted - len(tables[-1])
+        more = self.pool.allocate(new)
+        if more is None:
+            return False
+        for table in tables:
+            self.pool.touch([self.pool.blocks[each] for each in table if each])
+            count = wanted - len(table)
+            table.extend(more[:count])
+            del more[:count]
+        request.tables, request.num_computed_tokens = tables, computed
+        return True
+
+    def _slide(self, request: DoubleRequest) -> None:
+        """Give back what no token to come attends to."""
+        for table, window in zip(request.tables, self.windows, strict=True):
+            if window:
+                stop = max(0, request.num_computed_tokens - window + 1) // self.block_tokens
+                gone, table[:stop] = table[:stop], [0] * min(stop, len(table))
+                self.pool.release(gone)
+
+    def _shared_blocks(self, request: DoubleRequest) -> list[list[int]]:
         """Blocks that others have, or will have when this step's forward is done: vLLM's own cache.
 
         What is computed in the same step counts, because it is computed in this order.
         """
-        best: list[int] = []
+        best: list[list[int]] = []
         for other in self.running:
             if other.cache_salt != request.cache_salt:
                 continue
@@ -312,41 +279,59 @@ class VllmDouble:
             same = next((n for n, (one, two) in enumerate(pairs) if one != two), None)
             if same is None:
                 same = min(request.num_tokens - 1, will_be)
-            blocks = other.table[: same // self.block_tokens]
-            best = max(best, blocks, key=len)
-        return list(best)
+            count = same // self.block_tokens
+            blocks = [table[:count] for table in other.tables]
+            if self._usable(blocks) and count > (len(best[0]) if best else 0):
+                best = blocks
+        return best
+
+    def _usable(self, tables: list[list[int]]) -> bool:
+        """Whether the windows at the end of some blocks are there."""
+        end, size = len(tables[0]) * self.block_tokens, self.block_tokens
+        return all(
+            0 not in table[max(0, end - window + 1) // size if window else 0 :]
+            for table, window in zip(tables, self.windows, strict=True)
+        )
 
     def _compute(self, request: DoubleRequest, count: int) -> None:
-        """Look at all KV that is there, compute some more, and sample where the end is reached."""
-        for position in range(request.num_computed_tokens):
-            for rank in range(len(self.memory)):
-                found = self._row(rank, request, position)
-                assert torch.equal(found, self._expected(rank, request, position)), (
-                    f"{request.request_id} attends to wrong KV at {position}"
-                )
-        for position in range(request.num_computed_tokens, request.num_computed_tokens + count):
-            for rank in range(len(self.memory)):
-                expected = self._expected(rank, request, position)
+        """Look at all KV that is attended to, compute some more, and sample at the end."""
+        computed = request.num_computed_tokens
+        for group, window in enumerate(self.windows):
+            for position in range(max(0, computed - window + 1) if window else 0, computed):
+                for rank in range(len(self.memory)):
+                    found = self._row(rank, request, group, position)
+                    expected = self._expected(rank, request, group, position)
+                    assert torch.equal(found, expected), (
+                        f"{request.request_id} attends to wrong KV at {position}, group {group}"
+                    )
+            for position in range(computed, computed + count):
                 block, row = divmod(position, self.block_tokens)
-                for layer, plane in enumerate(self.memory[rank]):
-                    plane[request.table[block], :, row] = expected[layer]
+                for rank, planes in enumerate(self.memory):
+                    expected = self._expected(rank, request, group, position)
+                    for plane, values in zip(planes, expected, strict=True):
+                        plane[request.tables[group][block], :, row] = values
         request.num_computed_tokens += count
         if request.num_computed_tokens == request.num_tokens:
             request.all_token_ids.append(request.kv(request.num_tokens - 1) % 1000)
 
-    def _row(self, rank: int, request: DoubleRequest, position: int) -> torch.Tensor:
+    def _row(self, rank: int, request: DoubleRequest, group: int, position: int) -> torch.Tensor:
         block, row = divmod(position, self.block_tokens)
-        return torch.stack([plane[request.table[block], :, row] for plane in self.memory[rank]])
+        number = request.tables[group][block]
+        assert number, f"{request.request_id} attends to a null block at {position}"
+        return torch.stack([plane[number, :, row] for plane in self.memory[rank]])
 
-    def _expected(self, rank: int, request: DoubleRequest, position: int) -> torch.Tensor:
+    def _expected(
+        self, rank: int, request: DoubleRequest, group: int, position: int
+    ) -> torch.Tensor:
         heads = head_range(self.heads, rank, len(self.memory))
-        base = torch.arange(LAYERS).view(-1, 1, 1) * 262_144
+        layers = torch.arange(group * LAYERS, (group + 1) * LAYERS)
+        base = layers.view(-1, 1, 1) * 262_144
         head = torch.tensor(list(heads)).view(1, -1, 1) * 65_536
         return (base + head + request.kv(position)).expand(-1, -1, 2 * DIM).float()
 
     def _collect(self) -> None:
         """Merge what the ranks say, as vLLM's aggregator does, and act on it as its scheduler."""
-        answers, bad, ended = Answers(), set[int](), set[str]()
+        answers, bad, ended, failed = Answers(), set[int](), set[str](), set[str]()
         for worker in self.workers:
             for request_id in worker.take_received():
                 self.received[request_id] = self.received.get(request_id, 0) + 1
@@ -354,13 +339,18 @@ class VllmDouble:
                     del self.received[request_id]
                     ended.add(request_id)
             bad |= worker.take_bad_blocks()
+            failed |= worker.take_failed()
             answers = answers.merged(worker.take_answers())
         for request in self.requests.values():
-            if request.status == "loading":
-                for index in range(request.num_computed_tokens // self.block_tokens):
-                    if request.table[index] in bad:
-                        request.num_computed_tokens = index * self.block_tokens
-                        break
+            if request.status != "loading":
+                continue
+            if request.request_id in failed:
+                request.num_computed_tokens = 0
+            for index in range(request.num_computed_tokens // self.block_tokens if bad else 0):
+                (table,) = request.tables
+                if table[index] in bad:
+                    request.num_computed_tokens = index * self.block_tokens
+                    break
         self.side.answered(answers)
         for request_id in ended:
             self._received(self.requests[request_id])
@@ -372,17 +362,28 @@ class VllmDouble:
         assert request.status == "loading", "a load ends once"
         request.status, request.loaded = "waiting", request.num_computed_tokens
         if not request.num_computed_tokens:
-            self.pool.release(request.table)
-            request.table = []
+            self._release(request)
+
+
+def _copied(tables: list[list[int]]) -> tuple[list[int], ...]:
+    return tuple(list(table) for table in tables)
 
 
 def double_geometry(
-    ranks: int, block_tokens: int, block_count: int, heads: int = HEADS
+    ranks: int,
+    block_tokens: int,
+    block_count: int,
+    heads: int = HEADS,
+    windows: Sequence[int] = (0,),
 ) -> Geometry:
-    """The double's model: two layers, two KV heads unless said otherwise."""
+    """The double's model: of each group two layers, two KV heads unless said otherwise."""
+    groups = []
+    for group, window in enumerate(windows):
+        layers = tuple(range(group * LAYERS, (group + 1) * LAYERS))
+        names = tuple(f"model.layers.{layer}.attn" for layer in layers)
+        groups.append(LayerGroup(names, layers, max(0, window - 1)))
     return Geometry(
-        layer_names=tuple(f"model.layers.{layer}.attn" for layer in range(LAYERS)),
-        layers=tuple(range(LAYERS)),
+        groups=tuple(groups),
         kv_heads=heads,
         rank_heads=max(1, heads // ranks),
         head_dim=DIM,

@@ -12,6 +12,7 @@ from kvtier.cache.planner import (
     ChunkShape,
     chunk_shape,
     chunk_tokens_covered,
+    first_needed,
     load_moves,
     needed_groups,
     usable_chunks,
@@ -68,6 +69,7 @@ class PlannerDay:
                 self.workers,
                 chunk=chunk,
                 groups=groups,
+                end_token=end,
                 blocks=blocks,
                 slots=self.slots.__getitem__,
                 sections=self.sections,
@@ -75,7 +77,7 @@ class PlannerDay:
         self.planner_s += time.process_time() - begun
         self.check(usable)
         if end > start:
-            self.check_moves(moves, groups, blocks, chunk)
+            self.check_moves(moves, groups, blocks, chunk, end)
 
     def sections(self, shard: ShardId) -> range:
         return range(self.shape.layouts[shard].sections)
@@ -90,14 +92,17 @@ class PlannerDay:
             assert whole == (length == usable), f"{usable} of {self.present} in {self.layout}"
 
     def check_moves(
-        self, moves: list[Move], groups: frozenset[int], blocks: Blocks, chunk: int
+        self, moves: list[Move], groups: frozenset[int], blocks: Blocks, chunk: int, end: int
     ) -> None:
         """Each needed shard goes to someone, in the blocks' own tokens and within its heads."""
-        tokens = chunk_tokens_covered(self.layout, chunk, blocks)
+        covered = chunk_tokens_covered(self.layout, chunk, blocks)
         needed = {shard for shard in shard_ids(self.layout) if shard.group in groups}
         assert {move.shard for move in moves} == needed
-        first = (chunk * CHUNK + tokens.start - blocks.start_token) // BLOCK
         for move in moves:
+            group = self.layout.groups[move.shard.group]
+            window = first_needed(group, end, BLOCK) - chunk * CHUNK
+            tokens = range(max(covered.start, window), covered.stop)
+            first = (chunk * CHUNK + tokens.start - blocks.start_token) // BLOCK
             assert (move.token_start, move.token_count) == (tokens.start, len(tokens))
             assert move.block_ids == tuple(range(first, first + len(tokens) // BLOCK))
             assert move.section_count == len(self.sections(move.shard))

@@ -18,7 +18,7 @@ from kvtier_engine.namespace import namespace_of
 from kvtier_engine.weights.load import kv_layout, load_model
 from tests.lib.tiny_llama import tiny_config, tiny_tensors, write_folder
 from tests.lib.vllm_config import vllm_namespace
-from tests.lib.vllm_double import DoubleRequest
+from tests.lib.vllm_double_parts import DoubleRequest
 
 CONFIG = tiny_config(model_type="llama")
 LLAMA3 = {

@@ -36,6 +36,7 @@ def moves_of(nbytes: int, sections: range | None = None) -> tuple[Move, Move]:
         [PLACE],
         chunk=0,
         groups=frozenset({0}),
+        end_token=layout.chunk_tokens,
         blocks=blocks,
         slots=slots.__getitem__,
         sections=lambda _: some,

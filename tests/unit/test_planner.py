@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvtier.cache.planner import (
@@ -130,6 +132,7 @@ def test_b06_a_move_names_only_the_blocks_of_its_tokens() -> None:
             tp(1),
             chunk=chunk,
             groups=LONE,
+            end_token=20,
             blocks=blocks,
             slots=slot,
             sections=lambda _: range(1),
@@ -140,6 +143,46 @@ def test_b06_a_move_names_only_the_blocks_of_its_tokens() -> None:
         (0, 8, (71, 72)),
         (0, 4, (73,)),
     ]
+
+
+@pytest.mark.parametrize(
+    ("window", "end", "parts"),
+    [
+        (6, 20, {1: (4, 4, (12,)), 2: (0, 4, (13,))}),
+        (8, 20, {1: (4, 4, (12,)), 2: (0, 4, (13,))}),
+        (9, 20, {1: (0, 8, (11, 12)), 2: (0, 4, (13,))}),
+        (4, 20, {2: (0, 4, (13,))}),
+        (99, 20, {0: (4, 4, (10,)), 1: (0, 8, (11, 12)), 2: (0, 4, (13,))}),
+    ],
+)
+def test_of_a_window_only_the_blocks_in_it_are_loaded(
+    window: int, end: int, parts: dict[int, tuple[int, int, tuple[int, ...]]]
+) -> None:
+    """An engine has none for what lies before: id 0 stands for them, or for nothing."""
+    layout = KVLayout((FULL, replace(WINDOW, window_tokens=window)), chunk_tokens=8)
+    blocks = Blocks(4, ((20, 21, 22, 23), (10, 11, 12, 13)), 4)
+    moves = [
+        move
+        for chunk in range(3)
+        for move in load_moves(
+            layout,
+            chunk_shape(layout, RawCodec()),
+            tp(1),
+            chunk=chunk,
+            groups=needed_groups(layout, chunk, end),
+            end_token=end,
+            blocks=blocks,
+            slots=slot,
+            sections=lambda _: range(1),
+        )
+    ]
+    found = {
+        move.position_start // 8: (move.token_start, move.token_count, move.block_ids)
+        for move in moves
+        if move.shard.group == 1
+    }
+    assert found == parts
+    assert sum(move.token_count for move in moves if move.shard.group == 0) == 16
 
 
 @pytest.mark.parametrize(
@@ -168,6 +211,7 @@ def test_every_degree_reads_its_heads(
         tp(readers),
         chunk=0,
         groups=LONE,
+        end_token=8,
         blocks=Blocks(0, ((5, 6),), 4),
         slots=slot,
         sections=lambda _: range(1),
@@ -184,6 +228,7 @@ def test_sections_that_are_not_ready_are_not_ordered() -> None:
         tp(2),
         chunk=0,
         groups=LONE,
+        end_token=8,
         blocks=Blocks(0, ((5, 6),), 4),
         slots=slot,
         sections=ready.__getitem__,

@@ -15,7 +15,7 @@ from kvtier_adapters.vllm.cpu_blocks import (
     transposes_keys,
     vllm_transposes_keys_boundary,
 )
-from kvtier_adapters.vllm.geometry import Geometry
+from kvtier_adapters.vllm.geometry import Geometry, LayerGroup
 from kvtier_adapters.vllm.pool import VllmPool, open_pool
 
 TOKENS, HEADS, DIM = 32, 3, 16
@@ -89,8 +89,7 @@ def test_without_vllm_nothing_is_known() -> None:
 
 def geometry(*, opaque: bool) -> Geometry:
     return Geometry(
-        layer_names=("layers.0.attn",),
-        layers=(0,),
+        groups=(LayerGroup(("layers.0.attn",), (0,)),),
         kv_heads=HEADS,
         rank_heads=HEADS,
         head_dim=DIM,

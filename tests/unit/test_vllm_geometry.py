@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvtier.layout import validate_layout
-from kvtier.types import Part, Placement
+from kvtier.types import GroupKind, KVGroup, KVLayout, Part, Placement
 from kvtier_adapters.vllm.geometry import (
     Geometry,
     Transposes,
@@ -28,15 +28,44 @@ class SlidingWindowSpec(SimpleNamespace):
     """As vLLM's, by its name."""
 
 
+class MambaSpec(SimpleNamespace):
+    """As vLLM's, by its name."""
+
+
+class MLAAttentionSpec(SimpleNamespace):
+    """As vLLM's, by its name."""
+
+
 def spec(kind: type[SimpleNamespace] = FullAttentionSpec, **more: Any) -> SimpleNamespace:
     fields = {"num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16, "block_size": 16}
     return kind(**fields | {"head_size_v": 8} | more)
+
+
+def window(tokens: int, **more: Any) -> SimpleNamespace:
+    return spec(SlidingWindowSpec, sliding_window=tokens, **more)
 
 
 def cache_config(*specs: SimpleNamespace) -> SimpleNamespace:
     names = [f"model.layers.{layer}.self_attn.attn" for layer in (10, 2, 0)]
     groups = [SimpleNamespace(layer_names=names, kv_cache_spec=each) for each in specs]
     return SimpleNamespace(num_blocks=7, kv_cache_groups=groups)
+
+
+def hybrid_config(*windows: SimpleNamespace) -> SimpleNamespace:
+    """One full layer and one of each window, in groups of their own; windows come first."""
+    specs = [*windows, spec()]
+    groups = [
+        SimpleNamespace(layer_names=[f"model.layers.{layer}.attn"], kv_cache_spec=each)
+        for layer, each in enumerate(specs)
+    ]
+    return SimpleNamespace(num_blocks=7, kv_cache_groups=groups)
+
+
+def hybrid(*windows: SimpleNamespace) -> Geometry:
+    config = hybrid_config(*windows)
+    found = read_geometry(vllm_config(), config, opaque=False, transposes=never)
+    assert isinstance(found, Geometry), found
+    return found
 
 
 def vllm_config(device: str = "cuda", heads: int = 2, **parallel: Any) -> SimpleNamespace:
@@ -69,7 +98,7 @@ def known(config: SimpleNamespace, *specs: SimpleNamespace) -> Geometry:
 
 def test_layers_stand_in_the_models_order() -> None:
     geometry = known(vllm_config())
-    assert geometry.layers == (0, 2, 10)
+    assert geometry.groups[0].layers == (0, 2, 10)
     assert geometry.layer_names[2] == "model.layers.10.self_attn.attn"
     assert (geometry.dtype, geometry.block_tokens, geometry.opaque) == ("bfloat16", 16, False)
     validate_layout(geometry.layout(256))
@@ -102,8 +131,13 @@ def test_on_a_cpu_blocks_are_opaque_and_say_whose_they_are() -> None:
         ({"decode_context_parallel_size": 2}, (), "decode_context_parallel_size = 2"),
         ({"heads": 4}, (), "4 KV heads on 1 ranks"),
         ({"distributed_executor_backend": "external_launcher"}, (), "a scheduler each"),
-        ({}, (spec(), spec()), "2 KV cache groups"),
-        ({}, (spec(SlidingWindowSpec),), "SlidingWindowSpec"),
+        ({}, (spec(), spec()), "no numbers of their own"),
+        ({}, (spec(), spec(MambaSpec)), "KV of MambaSpec"),
+        ({}, (spec(MLAAttentionSpec),), "KV of MLAAttentionSpec"),
+        ({}, (spec(), window(8, block_size=32)), "differ in size"),
+        ({}, (spec(), window(8, num_kv_heads=4)), "differ in size"),
+        ({}, (window(1),), "a sliding window of 1 tokens"),
+        ({}, (spec(), window(8, head_size_v=4)), "K of 8 values and V of 4"),
         ({}, (spec(dtype=torch.int32),), "dtype int32"),
         ({}, (spec(head_size_v=4),), "K of 8 values and V of 4"),
         ({}, (spec(state_content_bytes=10),), "packed or compressed"),
@@ -194,3 +228,33 @@ def test_caches_that_are_not_as_configured_are_refused() -> None:
         assert isinstance(open_pool(geometry, made | {name: wrong}, {}), str)
     shared = dict.fromkeys(geometry.layer_names, made[name])
     assert "share" in str(open_pool(geometry, shared, {}))
+
+
+def test_windows_are_groups_of_their_own() -> None:
+    geometry = hybrid(window(33), window(9, extra_retained_tokens=2))
+    layout = geometry.layout(64)
+    validate_layout(layout)
+    assert [(group.kind, group.layers, group.window_tokens) for group in layout.groups] == [
+        (GroupKind.WINDOW, (0,), 32),
+        (GroupKind.WINDOW, (1,), 10),
+        (GroupKind.FULL, (2,), 0),
+    ]
+    assert (geometry.window_tokens, geometry.by_request) == (10, True)
+    assert known(vllm_config(), window(9)).by_request
+
+
+def test_one_group_of_full_attention_is_laid_out_as_ever() -> None:
+    geometry = known(vllm_config())
+    group = KVGroup(GroupKind.FULL, (0, 2, 10), 2, 8, 8, "bfloat16")
+    assert geometry.layout(256) == KVLayout((group,), chunk_tokens=256)
+    assert (geometry.window_tokens, geometry.windows, geometry.by_request) == (0, (0,), False)
+
+
+def test_layers_of_different_groups_share_memory() -> None:
+    geometry = hybrid(window(33))
+    memory = caches(geometry)[geometry.layer_names[0]]
+    made = dict.fromkeys(geometry.layer_names, memory)
+    pool = open_pool(geometry, made, dict.fromkeys(geometry.layer_names, "FLASH_ATTN"))
+    assert isinstance(pool, VllmPool)
+    for group in range(2):
+        assert torch.equal(pool.layer_view(group, 0, Part.K)[3, 5, 1], memory[3, 1, 5, :8])

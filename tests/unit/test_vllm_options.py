@@ -95,6 +95,19 @@ def test_a_chunk_that_was_asked_for_is_not_changed() -> None:
         Options(chunk_tokens=100).chunk_tokens_for(16)
 
 
+@pytest.mark.parametrize(
+    ("window", "block", "chunk"), [(1023, 16, 256), (127, 16, 128), (127, 128, 128), (7, 16, 16)]
+)
+def test_a_chunk_is_no_longer_than_the_smallest_window(window: int, block: int, chunk: int) -> None:
+    assert Options().chunk_tokens_for(block, window) == chunk
+    assert Options(chunk_tokens=block).chunk_tokens_for(block, window) == block
+
+
+def test_a_chunk_that_was_asked_for_and_is_longer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="window is 128 tokens; allowed is up to 128"):
+        Options(chunk_tokens=512).chunk_tokens_for(16, 127)
+
+
 def test_blocks_are_read_or_opaque() -> None:
     assert parse_options({}).blocks is BlockForm.AUTO
     assert parse_options({"blocks": "opaque"}).blocks is BlockForm.OPAQUE

@@ -24,6 +24,7 @@ STORED = (
     "lora_id",
     "lora_name",
     "kv_cache_spec_kind",
+    "kv_cache_spec_sliding_window",
     *PLACE,
 )
 REMOVED = ("block_hashes", *PLACE)
@@ -64,9 +65,9 @@ def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     sys.modules.pop(PUBLISHED, None)
 
 
-def published(version: str, event: BlocksCame | BlocksLeft) -> Any:
+def published(version: str, event: BlocksCame | BlocksLeft, *group: int) -> Any:
     module = importlib.import_module(PUBLISHED)
-    return module.published(event, 4, media(version))
+    return module.published(event, 4, media(version), *group)
 
 
 def test_blocks_that_came(version: str) -> None:
@@ -77,7 +78,7 @@ def test_blocks_that_came(version: str) -> None:
     assert (told.lora_id, told.lora_name) == (3, "poet")
     assert told.medium == ("FS" if version == "0.26.0" else "STORAGE")
     assert (told.locality, told.group_idx) == ("LOCAL", 0)
-    assert told.kv_cache_spec_kind == "full_attention"
+    assert (told.kv_cache_spec_kind, told.kv_cache_spec_sliding_window) == ("full_attention", None)
     assert getattr(told, "ownership", "disk") == "disk"
 
 
@@ -90,3 +91,11 @@ def test_blocks_that_left_a_remote(version: str) -> None:
     told = published(version, BlocksLeft(Tier.REMOTE, (b"a", b"b")))
     assert told.block_hashes == ["61", "62"]
     assert told.locality == "REMOTE"
+
+
+def test_each_group_is_told_of_by_its_kind(version: str) -> None:
+    event = BlocksCame(Tier.DRAM, (b"a",), None, (1, 2, 3, 4), None)
+    told = published(version, event, 2, 128)
+    assert (told.group_idx, told.kv_cache_spec_kind) == (2, "sliding_window")
+    assert told.kv_cache_spec_sliding_window == 128
+    assert published(version, BlocksLeft(Tier.DRAM, (b"a",)), 1).group_idx == 1

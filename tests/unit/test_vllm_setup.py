@@ -33,6 +33,10 @@ class FullAttentionSpec(SimpleNamespace):
     """As vLLM's, by its name."""
 
 
+class SlidingWindowSpec(SimpleNamespace):
+    """As vLLM's, by its name."""
+
+
 def hf_config(**more: Any) -> SimpleNamespace:
     values = {
         "model_type": "llama",
@@ -64,7 +68,7 @@ def vllm_config(options: dict[str, Any], **more: Any) -> SimpleNamespace:
         "speculative_config": None,
         "cache_config": SimpleNamespace(cache_dtype="auto"),
         "device_config": SimpleNamespace(device_type="cuda"),
-        "scheduler_config": SimpleNamespace(max_num_seqs=4),
+        "scheduler_config": SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64),
         "compilation_config": SimpleNamespace(static_forward_context=dict.fromkeys(NAMES, layer)),
         "load_config": SimpleNamespace(load_format="auto"),
         "model_config": SimpleNamespace(
@@ -111,6 +115,25 @@ def move() -> Move:
         0,
         16,
         (1,),
+    )
+
+
+def test_windows_are_served_where_vllm_can_be_told_of_a_failed_load() -> None:
+    config = cache_config()
+    spec = config.kv_cache_groups[0].kv_cache_spec
+    window = SlidingWindowSpec(**vars(spec), sliding_window=33)
+    config.kv_cache_groups = [
+        SimpleNamespace(layer_names=[name], kv_cache_spec=each)
+        for name, each in zip(NAMES, (spec, window), strict=True)
+    ]
+    served = read_setup(vllm_config({}), config, "0.32.0")
+    assert served.namespace is not None
+    # Chunks of 48 tokens are the longest that a window of 33 can be stored by.
+    assert served.namespace.layout.chunk_tokens == 48
+    assert (served.duties.windows, served.duties.step_blocks) == ((0, 33), 2 * (4 + 4))
+    refused = read_setup(vllm_config({}), config, "0.26.0")
+    assert refused.geometry == (
+        "vLLM 0.26.0 cannot be told that a load into several KV groups has failed"
     )
 
 
@@ -204,9 +227,9 @@ def test_ranks_in_other_processes_share_the_arena(
 
 
 def test_what_is_not_served_opens_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    refused = setup(groups=2)
+    refused = setup(groups=0)
     assert open_scheduler_side(refused) is None
-    assert "KVTier is switched off: a model with 2 KV cache groups" in caplog.text
+    assert "KVTier is switched off: a model with 0 KV cache groups" in caplog.text
 
 
 def test_the_log_says_which_tiers_there_are_and_no_secret(caplog: pytest.LogCaptureFixture) -> None:
@@ -224,13 +247,13 @@ def test_the_log_says_which_tiers_there_are_and_no_secret(caplog: pytest.LogCapt
 
 
 def test_a_rank_that_sees_another_model_than_the_scheduler_says_so() -> None:
-    refused = setup(groups=2)
+    refused = setup(groups=0)
     worker = open_worker_side(refused)
     register_pool_boundary(refused, worker, caches())
     plan = Plan(1, Direction.LOAD, 1e9, (move(),))
     worker.execute(Orders(loads=(LoadOrder(1, "request", (plan,), last=True),)))
     answers = worker.take_answers()
-    assert answers.refusals == ("a model with 2 KV cache groups is not supported",)
+    assert answers.refusals == ("a model with 0 KV cache groups is not supported",)
     assert [result.ok for result in answers.results] == [False]
 
 

@@ -42,6 +42,7 @@ def test_what_waits_for_a_staging_area_is_offered_with_each_step(
     """No step waits for it, and it waits for no chunk more."""
     tokens = CHUNKS * LAYOUT.chunk_tokens
     request: Any = SimpleNamespace(
+        request_id="one",
         num_computed_tokens=tokens,
         num_tokens=tokens,
         all_token_ids=range(tokens),
@@ -53,5 +54,5 @@ def test_what_waits_for_a_staging_area_is_offered_with_each_step(
     pool = SimpleNamespace(blocks=range(100), touch=lambda _: None, free_blocks=lambda _: None)
     desk.held.bind(pool)
     for _ in range(5):
-        desk.offer(followed, list(range(2 * CHUNKS)))
+        desk.offer(followed, [list(range(2 * CHUNKS))])
     assert [chunks.start for chunks in cache.offered] == starts

@@ -183,7 +183,7 @@ def test_all_sections_of_all_chunks_make_a_whole_load(ranks: int) -> None:
     geometry: Geometry = double_geometry(ranks, 4, 8)
     layout = geometry.layout(8)
     # Two layers are one section; with more ranks than heads each rank has a head of its own copy.
-    assert load_units(layout, ranks, 24) == 24 * max(2, ranks)
+    assert load_units(layout, ranks, range(8, 32), 4) == 24 * max(2, ranks)
 
 
 def test_what_is_moved_twice_counts_once() -> None:

@@ -109,7 +109,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Begin to load into the request's blocks."""
         if self._scheduler is not None:
-            self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+            self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
@@ -134,16 +134,16 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Store what is left. vLLM may free the blocks: the store holds references of its own."""
-        if self._scheduler is not None:
-            self._scheduler.finished(request, block_ids)
-        return False, None
+        """As ``request_finished_all_groups``, where there is one."""
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As ``request_finished``; models of several groups are not served."""
-        return self.request_finished(request, list(block_ids[0]) if block_ids else [])
+        """Store what is left. vLLM may free the blocks: the store holds references of its own."""
+        if self._scheduler is not None:
+            self._scheduler.finished(request, block_ids)
+        return False, None
 
     def has_pending_push_work(self) -> bool:
         """Keep an idle engine stepping until stores have been answered."""
@@ -153,8 +153,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Return what the tiers hold and hold no more, since the last step, as vLLM's events."""
         if self._scheduler is None:
             return []
-        told, size = self._scheduler.take_events(), self._setup.duties.block_tokens
-        return [published(event, size, self._media) for event in told]
+        told, duties = self._scheduler.take_events(), self._setup.duties
+        return [
+            published(event, duties.block_tokens, self._media, group, window)
+            for event in told
+            for group, window in enumerate(duties.windows)
+        ]
 
     def reset_cache(self) -> bool | None:
         """Make all that is stored of this model unreachable, in every tier."""
@@ -198,6 +202,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         del finished_req_ids
         received = self._worker.take_received() if self._worker is not None else None
         return None, received or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Return the same with the requests of windows whose loads have failed; since 0.32."""
+        results = super().get_transfer_results(finished_req_ids)
+        if self._worker is not None:
+            results.failed_recving = self._worker.take_failed()
+        return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that have to be computed after all."""

@@ -19,6 +19,9 @@ PLAIN_BACKENDS: Final = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 _DRAFTLESS: Final = ("ngram", "ngram_gpu", "suffix")
 # Quantisation whose scales belong to the weights.
 _SCALED: Final = ("NONE", "FP8_PER_TENSOR")
+# Kinds of KV that are served, by the names of vLLM's classes: kinds derived from them are not.
+_FULL: Final = "FullAttentionSpec"
+_WINDOW: Final = "SlidingWindowSpec"
 _LAYER: Final = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
@@ -27,15 +30,26 @@ Transposes = Callable[[Any, int, int, int], bool]
 
 
 @dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that have blocks in common, in the model's order.
+
+    A token attends to ``window_tokens`` before it; 0: to all.
+    """
+
+    layer_names: tuple[str, ...]
+    layers: tuple[int, ...]
+    window_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Geometry:
-    """One KV group of full attention. ``layer_names`` are in the model's order.
+    """KV groups of full attention and of sliding windows, whose blocks are all alike.
 
     ``kv_heads`` counts all ranks together and ``rank_heads`` those of one. Of an ``opaque`` block
     only the bytes are known; in others K may be transposed, as ``cpu_blocks`` says.
     """
 
-    layer_names: tuple[str, ...]
-    layers: tuple[int, ...]
+    groups: tuple[LayerGroup, ...]
     kv_heads: int
     rank_heads: int
     head_dim: int
@@ -49,11 +63,40 @@ class Geometry:
 
     def layout(self, chunk_tokens: int, head_groups: int = 0) -> KVLayout:
         """Return how chunks of this KV are cut: in so many head groups, 0 for one a rank."""
-        group = KVGroup(
-            GroupKind.FULL, self.layers, self.kv_heads, self.head_dim, self.head_dim, self.dtype
+        groups = tuple(
+            KVGroup(
+                GroupKind.WINDOW if each.window_tokens else GroupKind.FULL,
+                each.layers,
+                self.kv_heads,
+                self.head_dim,
+                self.head_dim,
+                self.dtype,
+                each.window_tokens,
+            )
+            for each in self.groups
         )
         parts = head_groups or self.tp_size
-        return KVLayout((group,), chunk_tokens=chunk_tokens, head_groups=parts)
+        return KVLayout(groups, chunk_tokens=chunk_tokens, head_groups=parts)
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """The layers of all groups."""
+        return tuple(name for group in self.groups for name in group.layer_names)
+
+    @property
+    def window_tokens(self) -> int:
+        """The smallest window; 0 where all layers attend to all tokens."""
+        return min((each.window_tokens for each in self.groups if each.window_tokens), default=0)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The groups' windows as vLLM counts them, with the token itself; 0: none."""
+        return tuple(each.window_tokens and each.window_tokens + 1 for each in self.groups)
+
+    @property
+    def by_request(self) -> bool:
+        """Whether a load counts as a whole or not at all."""
+        return len(self.groups) > 1 or bool(self.window_tokens)
 
     def placements(self) -> tuple[Placement, ...]:
         """Return the workers that hold it, numbered by their rank."""
@@ -87,14 +130,13 @@ def read_geometry(
     refusal = _refusal(vllm_config, kv_cache_config)
     if refusal:
         return refusal
-    (group,) = kv_cache_config.kv_cache_groups
-    spec = group.kv_cache_spec
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     dtype = str(spec.dtype).removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
         return f"KV of dtype {dtype} is not supported"
-    names = sort_layers(group.layer_names)
-    if names is None:
-        return f"the layers {list(group.layer_names)[:3]} .. have no numbers of their own"
+    groups = _layer_groups(kv_cache_config.kv_cache_groups)
+    if isinstance(groups, str):
+        return groups
     parallel = vllm_config.parallel_config
     tp_size = int(parallel.tensor_parallel_size)
     kv_heads = int(vllm_config.model_config.get_total_num_kv_heads())
@@ -109,8 +151,7 @@ def read_geometry(
         and transposes(spec.dtype, spec.block_size, spec.num_kv_heads, spec.head_size)
     )
     return Geometry(
-        layer_names=tuple(names.values()),
-        layers=tuple(names),
+        groups=groups,
         kv_heads=kv_heads,
         rank_heads=int(spec.num_kv_heads),
         head_dim=int(spec.head_size),
@@ -122,6 +163,29 @@ def read_geometry(
         cache_dtype=cache_dtype,
         transposed=transposed,
     )
+
+
+def _layer_groups(groups: Sequence[Any]) -> tuple[LayerGroup, ...] | str:
+    """Return vLLM's groups in its order, or why their layers cannot be told apart."""
+    everything = [name for group in groups for name in group.layer_names]
+    if sort_layers(everything) is None:
+        return f"the layers {everything[:3]} .. have no numbers of their own"
+    found = []
+    for group in groups:
+        names = sort_layers(group.layer_names) or {}
+        window = _window_tokens(group.kv_cache_spec)
+        found.append(LayerGroup(tuple(names.values()), tuple(names), window))
+    return tuple(found)
+
+
+def _window_tokens(spec: Any) -> int:
+    """Return how many tokens before its own a token needs blocks of; 0: all.
+
+    vLLM counts the token itself, and may keep some more than attention needs.
+    """
+    if type(spec).__name__ != _WINDOW:
+        return 0
+    return int(spec.sliding_window) - 1 + int(getattr(spec, "extra_retained_tokens", 0))
 
 
 def sort_layers(names: Sequence[str]) -> dict[int, str] | None:
@@ -151,12 +215,24 @@ def _refusal(vllm_config: Any, kv_cache_config: Any) -> str:
         return f"speculative decoding by {speculative.method!r} is not supported"
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         return "KV scales that are calculated while serving are not supported"
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        return f"a model with {len(groups)} KV cache groups is not supported"
-    spec = groups[0].kv_cache_spec
-    if type(spec).__name__ != "FullAttentionSpec":
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if not specs:
+        return "a model with 0 KV cache groups is not supported"
+    refusal = next(filter(None, map(_spec_refusal, specs)), "")
+    if refusal:
+        return refusal
+    shapes = {(each.block_size, each.num_kv_heads, each.head_size, each.dtype) for each in specs}
+    if len(shapes) > 1:
+        return "KV cache groups whose blocks differ in size, heads or dtype are not supported"
+    return ""
+
+
+def _spec_refusal(spec: Any) -> str:
+    """Return why layers of this kind are not served; an empty text where they are."""
+    if type(spec).__name__ not in (_FULL, _WINDOW):
         return f"KV of {type(spec).__name__} is not supported"
+    if type(spec).__name__ == _WINDOW and _window_tokens(spec) < 1:
+        return f"a sliding window of {spec.sliding_window} tokens is not supported"
     quantised = getattr(getattr(spec, "kv_quant_mode", None), "name", _SCALED[0])
     if quantised not in _SCALED:
         return f"KV quantised by {quantised}, whose scales lie elsewhere, is not supported"

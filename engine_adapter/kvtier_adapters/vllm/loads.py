@@ -9,12 +9,14 @@ from kvtier.cache.cache import Cache
 from kvtier.cache.load import Load
 from kvtier.cache.lossy_blocks import LossyBlocks
 from kvtier.cache.match import Ready
+from kvtier.cache.planner import first_needed
 from kvtier.cache.worth.costs import Choice
 from kvtier.layout import head_range
 from kvtier.types import Blocks, KVLayout, LoadOutcome, Plan, Result, ShardId, Tier
 from kvtier_adapters.vllm.guard import Guard
 from kvtier_adapters.vllm.messages import LoadEnd, LoadOrder
 from kvtier_adapters.vllm.requests import Followed
+from kvtier_adapters.vllm.windows import NULL_BLOCK, has_windows, whole_group
 
 #: A section of a shard of one chunk, for one worker.
 _Unit = tuple[int, ShardId, int, int]
@@ -31,7 +33,7 @@ class _RunningLoad:
     request_id: str
     followed: Followed
     handle: Load
-    blocks: tuple[int, ...]
+    blocks: tuple[tuple[int, ...], ...]
     start_token: int
     units_left: int
     ordered: set[_Unit] = field(default_factory=set)
@@ -73,20 +75,21 @@ class LoadDesk:
         nothing to load (any more), the load ends at once and all of it is computed.
         """
         size, start = self._block_tokens, followed.found
-        ids = tuple(followed.table[start // size : (start + tokens) // size])
+        some = slice(start // size, (start + tokens) // size)
+        ids = tuple(tuple(table[some]) for table in followed.tables)
         match, choice = followed.match, followed.choice
+        layout, blocks = followed.sequence.layout, Blocks(start, ids, size)
         self._count += 1
         handle = None
-        if match is not None:
-            blocks = Blocks(start, (ids,), size)
+        if match is not None and all_there(layout, blocks):
             handle = self._guard.call_boundary(
                 lambda: self._begin(match, blocks, deadline, choice), None
             )
         if handle is None:
             followed.disappointed = True
-            self._ends.append(LoadEnd(self._count, request_id, ids))
+            self._ends.append(load_end(self._count, request_id, layout, ids))
             return
-        units = load_units(followed.sequence.layout, self._ranks, tokens)
+        units = load_units(layout, self._ranks, range(start, start + tokens), size)
         load = _RunningLoad(self._count, request_id, followed, handle, ids, start, units)
         self._running[self._count] = load
 
@@ -137,14 +140,37 @@ class LoadDesk:
     def _end(self, load: _RunningLoad, outcome: LoadOutcome | None) -> None:
         end_token = load.start_token if outcome is None else outcome.end_token
         good = max(end_token - load.start_token, 0) // self._block_tokens
-        load.followed.disappointed |= good < len(load.blocks)
-        bad = () if load.aborted else load.blocks[good:]
+        load.followed.disappointed |= good < len(load.blocks[0])
+        bad = tuple(() if load.aborted else ids[good:] for ids in load.blocks)
+        layout = load.followed.sequence.layout
         if load.followed.sequence.lossy_chunks:
             first = load.start_token // self._block_tokens
             hashes = load.followed.request.block_hashes
-            self._lossy.mark(hashes[first : first + good], load.blocks)
+            self._lossy.mark(hashes[first : first + good], load.blocks[whole_group(layout)])
         del self._running[load.load_id]
-        self._ends.append(LoadEnd(load.load_id, load.request_id, bad))
+        self._ends.append(load_end(load.load_id, load.request_id, layout, bad))
+
+
+def load_end(
+    load_id: int, request_id: str, layout: KVLayout, bad: tuple[tuple[int, ...], ...]
+) -> LoadEnd:
+    """Return what is told of a load whose last blocks are bad, by group.
+
+    Of windows and of several groups vLLM can only be told that all of it has failed.
+    """
+    if len(layout.groups) > 1 or has_windows(layout):
+        return LoadEnd(load_id, request_id, failed=bool(bad[0]))
+    return LoadEnd(load_id, request_id, bad[0])
+
+
+def all_there(layout: KVLayout, blocks: Blocks) -> bool:
+    """Tell whether vLLM has blocks for all that the token after them attends to."""
+    size, start = blocks.block_tokens, blocks.start_token
+    end = start + len(blocks.block_ids[0]) * size
+    return all(
+        NULL_BLOCK not in ids[max(0, first_needed(group, end, size) - start) // size :]
+        for group, ids in zip(layout.groups, blocks.block_ids, strict=True)
+    )
 
 
 def newly_ordered(plans: Iterable[Plan], ordered: set[_Unit]) -> int:
@@ -164,9 +190,12 @@ def newly_ordered(plans: Iterable[Plan], ordered: set[_Unit]) -> int:
     return new
 
 
-def load_units(layout: KVLayout, ranks: int, tokens: int) -> int:
-    """Return what all plans of a load of so many tokens move, into the pools of all ranks."""
-    (group,) = layout.groups
-    sections = -(-len(group.layers) // layout.section_layers)
-    heads = sum(len(head_range(group.kv_heads, rank, ranks)) for rank in range(ranks))
-    return tokens * sections * heads
+def load_units(layout: KVLayout, ranks: int, tokens: range, block_tokens: int) -> int:
+    """Return what all plans of a load of these tokens move, into the pools of all ranks."""
+    units = 0
+    for group in layout.groups:
+        start = max(tokens.start, first_needed(group, tokens.stop, block_tokens))
+        sections = -(-len(group.layers) // layout.section_layers)
+        heads = sum(len(head_range(group.kv_heads, rank, ranks)) for rank in range(ranks))
+        units += (tokens.stop - start) * sections * heads
+    return units

@@ -31,11 +31,12 @@ class LoadOrder:
 
 @dataclass(frozen=True, slots=True)
 class LoadEnd:
-    """A load is over, and these blocks of it have to be computed."""
+    """A load is over, and these blocks of it have to be computed; all of it where it ``failed``."""
 
     load_id: int
     request_id: str
     bad_blocks: tuple[int, ...] = ()
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,11 +70,22 @@ class Options:
     keep_on_reset: bool = False
     any_version: bool = False
 
-    def chunk_tokens_for(self, block_tokens: int) -> int:
+    def chunk_tokens_for(self, block_tokens: int, window_tokens: int = 0) -> int:
         """Return the chunk's size: what was asked for, or the least above the default that fits.
 
-        Raises ``ConfigError`` for one that was asked for and is no multiple of vLLM's blocks.
+        Where vLLM goes on behind a prefix that it has itself, no more of a window is in its blocks.
+        So that the chunk which is under way there can be stored, it has to lie in the smallest one,
+        of ``window_tokens``; 0: there is none. Raises ``ConfigError`` for a size that was asked for
+        and is larger, or no multiple of vLLM's blocks.
         """
+        largest = window_tokens // block_tokens * block_tokens + block_tokens
+        if window_tokens and self.chunk_tokens > largest:
+            if self.chunk_tokens != CHUNK_TOKENS_DEFAULT:
+                raise ConfigError(
+                    f"{_WHERE}.chunk_tokens = {self.chunk_tokens}: the model's smallest sliding "
+                    f"window is {window_tokens + 1} tokens; allowed is up to {largest}"
+                )
+            return largest
         if self.chunk_tokens % block_tokens == 0:
             return self.chunk_tokens
         if self.chunk_tokens != CHUNK_TOKENS_DEFAULT:

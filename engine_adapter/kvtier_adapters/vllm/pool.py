@@ -13,22 +13,24 @@ if TYPE_CHECKING:
 
 
 class VllmPool:
-    """One rank's layers, each ``[blocks, kv_heads, tokens, K then V]``.
+    """One rank's layers by group, each ``[blocks, kv_heads, tokens, K then V]``.
 
     Satisfies ``kvtier.interfaces.PagedPool``. ``cpu_blocks`` says how transposed ones differ. Of
     opaque blocks the two halves of a row are not K
     and V; as long as whole blocks move, and only bytes, that makes no difference.
     """
 
-    def __init__(self, geometry: Geometry, layers: list[torch.Tensor]) -> None:
+    def __init__(self, geometry: Geometry, groups: list[list[torch.Tensor]]) -> None:
         self._geometry = geometry
-        dim = geometry.head_dim
-        if geometry.transposed:
-            self._views = [split_block(layer, dim) for layer in layers]
-        else:
-            rows = [layer.permute(0, 2, 1, 3) for layer in layers]
-            self._views = [(each[..., :dim], each[..., dim:]) for each in rows]
-        self._device = layers[0].device
+        self._views = [[self._split(layer) for layer in layers] for layers in groups]
+        self._device = groups[0][0].device
+
+    def _split(self, layer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        dim = self._geometry.head_dim
+        if self._geometry.transposed:
+            return split_block(layer, dim)
+        rows = layer.permute(0, 2, 1, 3)
+        return rows[..., :dim], rows[..., dim:]
 
     @property
     def block_tokens(self) -> int:
@@ -59,8 +61,7 @@ class VllmPool:
 
     def layer_view(self, group: int, layer: int, part: Part) -> torch.Tensor:
         """Return a view ``[block_count, block_tokens, kv_heads, dim]`` of one layer's K or V."""
-        assert group == 0, f"KV group {group} of 1"
-        return self._views[layer][int(part)]
+        return self._views[group][layer][int(part)]
 
 
 def open_pool(
@@ -79,8 +80,8 @@ def open_pool(
         geometry.block_tokens,
         2 * geometry.head_dim,
     )
-    layers = [kv_caches[name] for name in geometry.layer_names]
-    for name, layer in zip(geometry.layer_names, layers, strict=True):
+    for name in geometry.layer_names:
+        layer = kv_caches[name]
         found = tuple(layer.shape), str(layer.dtype).removeprefix("torch."), layer.stride(-1)
         if found != (shape, geometry.dtype, 1):
             return f"layer {name} is {found[1]} {found[0]}, not {geometry.dtype} {shape}"
@@ -91,6 +92,8 @@ def open_pool(
                 f"how attention by {backend} keeps K and V is not known; with "
                 '"blocks": "opaque" its blocks are stored as they are, for the same vLLM only'
             )
-    if len({layer.data_ptr() for layer in layers}) < len(layers):
+    groups = [[kv_caches[name] for name in group.layer_names] for group in geometry.groups]
+    # Layers of different groups may: no block belongs to two groups.
+    if any(len({layer.data_ptr() for layer in layers}) < len(layers) for layers in groups):
         return "layers share their KV cache"
-    return VllmPool(geometry, layers)
+    return VllmPool(geometry, groups)

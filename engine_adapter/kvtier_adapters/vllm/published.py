@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
@@ -11,22 +11,24 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from kvtier.types import Tier
 from kvtier_adapters.vllm.events import BlockEvent, BlocksLeft
 
-#: The one KV group that is served.
-_GROUP: Final = {"group_idx": 0}
-_KIND: Final = {"kv_cache_spec_kind": "full_attention"}
 
+def published(
+    event: BlockEvent,
+    block_tokens: int,
+    media: Mapping[Tier, str],
+    group: int = 0,
+    window: int = 0,
+) -> Any:
+    """Return vLLM's event for one KV group; fields that its version has not are left out.
 
-def published(event: BlockEvent, block_tokens: int, media: Mapping[Tier, str]) -> Any:
-    """Return vLLM's event; fields that its version has not are left out.
-
-    ``media`` are that version's words for the tiers.
+    ``media`` are that version's words for the tiers. ``window`` counts as vLLM does, 0: none.
     """
     tier = event.tier
     place = {
         "medium": media[tier],
         "locality": "REMOTE" if tier is Tier.REMOTE else "LOCAL",
         "ownership": tier.value,
-        **_GROUP,
+        "group_idx": group,
     }
     hashes = [maybe_convert_block_hash(each) for each in event.hashes]
     if isinstance(event, BlocksLeft):
@@ -41,7 +43,8 @@ def published(event: BlockEvent, block_tokens: int, media: Mapping[Tier, str]) -
         lora_id=lora_id,
         lora_name=lora_name,
         **place,
-        **_KIND,
+        kv_cache_spec_kind="sliding_window" if window else "full_attention",
+        kv_cache_spec_sliding_window=window or None,
     )
 
 

@@ -20,15 +20,17 @@ HINTS_KEY: Final = "kvtier"
 
 @dataclass(slots=True)
 class Followed:
-    """A request as the cache knows it. ``table`` are its blocks, ``found`` vLLM's own tokens of it.
+    """A request as the cache knows it: ``tables`` are its blocks, by group, as they were allocated.
 
-    ``stored_chunks`` counts up to the last chunk that the cache took out of the blocks. ``epoch``
-    is the engine's root, of no tenant and no adapter, from before the request was first seen.
+    ``found`` are vLLM's own tokens of it; ``stored_chunks`` counts up to the last chunk that the
+    cache took out of the blocks, ``lost_chunks`` up to the last one of which blocks are gone.
+    ``epoch`` is the engine's root, of no tenant and no adapter, from before the request was first
+    seen.
     """
 
     request: Any
     sequence: Sequence
-    table: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)
     match: Ready | None = None
     choice: Choice | None = None
     found: int = 0
@@ -39,6 +41,7 @@ class Followed:
     disappointed: bool = False
     stored_chunks: int = 0
     offered_chunks: int = 0
+    lost_chunks: int = 0
     #: Chunks whose names in KV events are known.
     named_chunks: int = 0
     epoch: bytes = b""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -32,6 +33,7 @@ from kvtier_adapters.vllm.requests import (
 )
 from kvtier_adapters.vllm.step_times import Share, StepTimes
 from kvtier_adapters.vllm.stores import StoreDesk
+from kvtier_adapters.vllm.windows import has_windows
 
 _log = logging.getLogger("kvtier.vllm")
 _NOTHING: Final[tuple[int | None, bool]] = (0, False)
@@ -47,6 +49,8 @@ class Duties:
     One that ``keeps_on_reset`` has vLLM forget what it computed and the tiers not.
 
     With more than ``running_max`` requests new ones wait, and what they will need is prefetched.
+    A step computes at most ``step_tokens``. ``windows`` of the KV groups count as vLLM does, with
+    the token itself; 0: none.
     """
 
     block_tokens: int
@@ -56,6 +60,14 @@ class Duties:
     loads: bool = True
     stores: bool = True
     keeps_on_reset: bool = False
+    step_tokens: int = 0
+    windows: tuple[int, ...] = (0,)
+
+    @property
+    def step_blocks(self) -> int:
+        """How many blocks a step may take, of all groups."""
+        each = -(-self.step_tokens // self.block_tokens) + self.running_max
+        return len(self.windows) * each
 
 
 class SchedulerSide:
@@ -83,7 +95,7 @@ class SchedulerSide:
         self._guard = Guard(clock)
         self._followed: dict[str, Followed] = {}
         size = duties.block_tokens
-        self._stores = StoreDesk(cache, self._guard, size)
+        self._stores = StoreDesk(cache, self._guard, size, duties.step_blocks)
         self._loads = LoadDesk(cache, self._guard, size, duties.ranks, self._stores.lossy)
         self._times = StepTimes()
         self._events = events
@@ -111,7 +123,7 @@ class SchedulerSide:
 
     def bind(self, block_pool: Any) -> None:
         """Take vLLM's block pool. Without it nothing is stored: blocks could be reused early."""
-        self._stores.held.bind(block_pool)
+        self._stores.bind(block_pool)
 
     def arrived(self, request: Any) -> None:
         """Take note of a new request; where it will have to wait, bring its KV up meanwhile."""
@@ -128,14 +140,15 @@ class SchedulerSide:
             return _NOTHING
         return self._guard.call_boundary(lambda: self._lookup(request, found), _NOTHING)
 
-    def allocated(self, request: Any, block_ids: list[int], tokens: int) -> None:
-        """Take note of a request's blocks, and begin to load ``tokens`` of what was found."""
+    def allocated(self, request: Any, tables: Sequence[list[int]], tokens: int) -> None:
+        """Take note of a request's blocks, by group; begin to load ``tokens`` of what was found."""
         followed = self._guard.call_boundary(lambda: self._follow(request), None)
         if followed is None:
             assert not tokens, "loads are offered for requests that are followed"
             return
         # Whatever was in blocks that it had before, nothing of these is settled.
-        followed.table, followed.settled = list(block_ids), 0
+        self._stores.kept.begin(followed, tables)
+        followed.settled = 0
         match = followed.match
         if match is not None and not followed.admitted:
             followed.admitted = True
@@ -166,15 +179,20 @@ class SchedulerSide:
     def orders(self, output: Any) -> Orders:
         """Return what the workers are to do in the step that ``output`` schedules."""
         self._track(output)
+        self._stores.kept.let_preempted_go()
         shares, crowded = [], False
         for request_id, tokens in output.num_scheduled_tokens.items():
             followed = self._followed.get(request_id)
             if followed is not None:
                 scheduled = int(followed.request.num_computed_tokens)
                 shares.append(Share(scheduled, tokens))
+                stored = self._is_stored(followed)
                 # An offer takes a part of a millisecond, which hundreds of requests do not have.
-                crowded = crowded or self._offer(followed, followed.table)
+                if stored and not crowded:
+                    crowded = self._offer(followed, followed.tables)
                 followed.settled = scheduled + tokens
+                if stored:
+                    self._stores.kept.keep(followed)
         self._times.began(self._clock.now(), shares)
         loads, ends = self._loads.advance()
         return Orders(loads, self._stores.take(), ends, self._arena)
@@ -199,13 +217,19 @@ class SchedulerSide:
         """Return what is to be told of the tiers after this step."""
         return self._guard.call_boundary(self._events.take, []) if self._events is not None else []
 
-    def finished(self, request: Any, block_ids: list[int]) -> None:
-        """Store what is left of a request that has ended, and forget it."""
+    def finished(self, request: Any, tables: Sequence[list[int]]) -> None:
+        """Store what is left of a request that has ended, and forget it.
+
+        In vLLM's ``tables`` blocks of windows may be null which are kept here.
+        """
         self._loads.cancel(request.request_id)
         followed = self._followed.pop(request.request_id, None)
         if followed is not None:
             followed.offered_chunks = followed.stored_chunks
-            self._offer(followed, block_ids)
+            tables = followed.tables if has_windows(self._namespace.layout) else tables
+            if tables and self._is_stored(followed):
+                self._offer(followed, tables)
+            self._stores.kept.let_go(followed)
 
     def reset(self) -> bool:
         """Make all KV of this model unreachable, at once; False where that did not hold everywhere.
@@ -229,6 +253,7 @@ class SchedulerSide:
         """Load and store nothing from now on."""
         if not self._off:
             self._off = reason
+            self._stores.kept.clear()
             _log.warning("KVTier is switched off: %s", reason)
 
     def close(self) -> None:
@@ -303,12 +328,13 @@ class SchedulerSide:
             return own
         return replace(own, weights_id=f"{own.weights_id} {root.hex()}")
 
-    def _offer(self, followed: Followed, table: list[int]) -> bool:
-        """Store what a request has computed; True: nothing more is taken in this step."""
+    def _is_stored(self, followed: Followed) -> bool:
         stored = self._duties.stores and not self._off and uses_cache(followed.request)
-        if not stored or not self._current(followed):
-            return False
-        crowded = self._stores.offer(followed, table)
+        return stored and self._current(followed)
+
+    def _offer(self, followed: Followed, tables: Sequence[list[int]]) -> bool:
+        """Store what a request has computed; True: nothing more is taken in this step."""
+        crowded = self._stores.offer(followed, tables)
         if self._events is not None:
             self._events.note(followed)
         return crowded
@@ -317,11 +343,14 @@ class SchedulerSide:
         """Keep the block tables: whole ones of requests that begin or resume, else what is new."""
         for new in output.scheduled_new_reqs:
             if (followed := self._followed.get(new.req_id)) is not None:
-                followed.table = list(new.block_ids[0])
+                self._stores.kept.begin(followed, new.block_ids)
         cached = output.scheduled_cached_reqs
         for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             followed = self._followed.get(request_id)
             if followed is None or blocks is None:
                 continue
-            kept = [] if request_id in cached.resumed_req_ids else followed.table
-            followed.table = [*kept, *blocks[0]]
+            if request_id in cached.resumed_req_ids or not followed.tables:
+                self._stores.kept.begin(followed, blocks)
+                continue
+            for table, more in zip(followed.tables, blocks, strict=True):
+                table.extend(more)

@@ -32,7 +32,7 @@ from kvtier_adapters.vllm.messages import Orders
 from kvtier_adapters.vllm.options import BlockForm, Options, parse_options
 from kvtier_adapters.vllm.pool import VllmPool, open_pool
 from kvtier_adapters.vllm.scheduler_side import Duties, SchedulerSide
-from kvtier_adapters.vllm.versions import check_version
+from kvtier_adapters.vllm.versions import check_version, fails_loads
 from kvtier_adapters.vllm.worker_side import WorkerSide
 
 _log = logging.getLogger("kvtier.vllm")
@@ -81,6 +81,8 @@ def read_setup(vllm_config: Any, kv_cache_config: Any, version: str) -> Setup:
         opaque=opaque,
         transposes=vllm_transposes_keys_boundary,
     )
+    if isinstance(geometry, Geometry) and geometry.by_request and not fails_loads(version):
+        geometry = f"vLLM {version} cannot be told that a load into several KV groups has failed"
     namespace, config, block_tokens = None, None, 1
     if isinstance(geometry, Geometry):
         block_tokens = geometry.block_tokens
@@ -94,6 +96,8 @@ def read_setup(vllm_config: Any, kv_cache_config: Any, version: str) -> Setup:
         loads=transfer.kv_role != "kv_producer",
         stores=transfer.kv_role != "kv_consumer",
         keeps_on_reset=options.keep_on_reset,
+        step_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
+        windows=geometry.windows if isinstance(geometry, Geometry) else (0,),
     )
     return Setup(
         engine_id=str(transfer.engine_id),
@@ -289,9 +293,10 @@ def _namespace(
     )
     stores = vllm_config.kv_transfer_config.kv_role != "kv_consumer"
     parts = stored_head_groups(geometry, options.head_groups, stores=stores)
+    chunk_tokens = options.chunk_tokens_for(geometry.block_tokens, geometry.window_tokens)
     return Namespace(
         weights_id=identity,
-        layout=geometry.layout(options.chunk_tokens_for(geometry.block_tokens), parts),
+        layout=geometry.layout(chunk_tokens, parts),
         rope=_rope(model.hf_text_config.to_dict()),
         kv_scales_id=form,
         fidelity=Fidelity.LOSSY if lossy else Fidelity.EXACT,

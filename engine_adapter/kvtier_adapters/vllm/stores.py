@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ from kvtier.cache.lossy_blocks import LossyBlocks
 from kvtier.types import Blocks, MissReason, Plan
 from kvtier_adapters.vllm.guard import Guard
 from kvtier_adapters.vllm.requests import Followed
+from kvtier_adapters.vllm.windows import KeptBlocks, whole_group
 
 
 class HeldBlocks:
@@ -51,7 +53,8 @@ class HeldBlocks:
 class StoreDesk:
     """Offers what requests have computed. The scheduler's thread only."""
 
-    def __init__(self, cache: Cache, guard: Guard, block_tokens: int) -> None:
+    def __init__(self, cache: Cache, guard: Guard, block_tokens: int, step_blocks: int = 0) -> None:
+        """``step_blocks`` is how many blocks a step may take."""
         self._cache = cache
         self._guard = guard
         self._block_tokens = block_tokens
@@ -59,29 +62,37 @@ class StoreDesk:
         self.held = HeldBlocks()
         #: What came back from a lossy codec, and vLLM may give to other requests.
         self.lossy = LossyBlocks()
+        self.kept = KeptBlocks(block_tokens, step_blocks)
 
     @property
     def busy(self) -> bool:
         """Tell whether a store has to go out or to be answered."""
         return bool(self._plans or self.held.plans)
 
-    def offer(self, followed: Followed, table: list[int]) -> bool:
+    def bind(self, pool: Any) -> None:
+        """Take vLLM's block pool."""
+        self.held.bind(pool)
+        self.kept.bind(pool)
+
+    def offer(self, followed: Followed, tables: Sequence[Sequence[int]]) -> bool:
         """Store every chunk that has been computed and was not offered; the cache skips its own.
 
-        ``table`` are the request's blocks. The workers store before they compute anything else.
+        ``tables`` are the request's blocks. The workers store before they compute anything else.
         True: a staging area is crowded, and will be for whoever asks in this step.
         """
         sequence, size = followed.sequence, self._block_tokens
         chunk_blocks = sequence.chunk_tokens // size
-        end = min(followed.computed // sequence.chunk_tokens, len(table) // chunk_blocks)
-        if end <= followed.offered_chunks or not self.held.bound:
+        end = min(followed.computed // sequence.chunk_tokens, min(map(len, tables)) // chunk_blocks)
+        first = max(followed.stored_chunks, followed.lost_chunks)
+        if end <= max(followed.offered_chunks, first) or not self.held.bound:
             return False
         followed.append_known()
-        chunks = range(followed.stored_chunks, end)
-        ids = table[chunks.start * chunk_blocks : end * chunk_blocks]
-        blocks = Blocks(chunks.start * sequence.chunk_tokens, (tuple(ids),), size)
+        chunks = range(first, end)
+        some = slice(chunks.start * chunk_blocks, end * chunk_blocks)
+        ids = tuple(tuple(table[some]) for table in tables)
+        blocks = Blocks(chunks.start * sequence.chunk_tokens, ids, size)
         hashes = followed.request.block_hashes[chunks.start * chunk_blocks :]
-        if lossy := self.lossy.count(hashes, ids):
+        if lossy := self.lossy.count(hashes, ids[whole_group(sequence.layout)]):
             lossy_chunks = chunks.start + -(-lossy // chunk_blocks)
             sequence.lossy_chunks = max(sequence.lossy_chunks, lossy_chunks)
         plan = self._guard.call_boundary(
@@ -90,17 +101,17 @@ class StoreDesk:
         # What passes through a staging area goes in turns: with each step, as that has room.
         crowded = sequence.refused is MissReason.CROWDED
         followed.offered_chunks = followed.stored_chunks if crowded else end
-        if plan is None:
-            return crowded
-        # A plan takes what there was room for; what comes behind it is offered at the end again.
-        moved = {block_id for move in plan.moves for block_id in move.block_ids}
-        taken = [block_id for block_id in ids if block_id in moved]
-        blocks_done = chunks.start * chunk_blocks + ids.index(taken[-1]) + 1
-        followed.stored_chunks = blocks_done // chunk_blocks
-        if crowded:
-            followed.offered_chunks = followed.stored_chunks
-        self.held.hold(plan.plan_id, taken)
-        self._plans.append(plan)
+        if plan is not None:
+            # A plan takes what there was room for; what comes behind is offered at the end again.
+            moved = {block_id for move in plan.moves for block_id in move.block_ids}
+            last = max(index for index, block_id in enumerate(ids[0]) if block_id in moved)
+            followed.stored_chunks = (chunks.start * chunk_blocks + last + 1) // chunk_blocks
+            if crowded:
+                followed.offered_chunks = followed.stored_chunks
+            taken = [block_id for table in ids for block_id in table if block_id in moved]
+            self.held.hold(plan.plan_id, taken)
+            self._plans.append(plan)
+        self.kept.let_go(followed, followed.offered_chunks)
         return crowded
 
     def take(self) -> tuple[Plan, ...]:

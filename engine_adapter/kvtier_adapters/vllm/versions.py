@@ -6,13 +6,15 @@ version that was never tried is refused: a connector that half works is worth le
 What both of these versions do, and the connector leans on:
 
 - The end of a load is told by the worker, as the request's id, and blocks that did not come as
-  block ids in the same step. Such a request is computed from its first bad block on.
+  block ids in the same step. Such a request is computed from its first bad block on. That is no way
+  for windows: what its blocks before that attend to may not be there. 0.32 can be told instead that
+  all of a load has failed.
 - ``get_kv_connector_stats`` of the scheduler's connector is called at the end of every step.
 - ``handle_preemptions`` is called in every step before its forward, with the step's orders.
 - Each layer's cache is a view ``[blocks, kv_heads, tokens, content]`` of any strides.
 
 What differs: 0.26 asks for loads before a step's forward and 0.32 behind it, so orders are taken
-before that; 0.32 alone can be told of a load that failed as a whole, so nothing is told that way.
+before that; 0.32 alone can be told of a load that failed as a whole, so it alone serves windows.
 0.26 has a medium of KV events for each kind of storage, 0.32 one for all, with the tier beside it.
 """
 
@@ -26,6 +28,9 @@ from kvtier_adapters.tested_versions import TestedVersions, minor_of
 
 #: Minor versions that the connector is tested against.
 TESTED: Final = ((0, 26), (0, 32))
+
+#: The first one that can be told that a load has failed as a whole.
+_FAILS_LOADS: Final = (0, 32)
 
 #: Words for the tiers in KV events, by minor version.
 _MEDIA: Final = {
@@ -44,3 +49,8 @@ def media(version: str) -> Mapping[Tier, str]:
     """Return a version's words for the tiers in KV events; the newest ones if it is not known."""
     known = minor_of(version) or TESTED[-1]
     return _MEDIA.get(known, _MEDIA[TESTED[-1]])
+
+
+def fails_loads(version: str) -> bool:
+    """Tell whether a version can be told that a load has failed as a whole."""
+    return (minor_of(version) or TESTED[-1]) >= _FAILS_LOADS

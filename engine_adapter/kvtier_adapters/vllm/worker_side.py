@@ -46,6 +46,7 @@ class WorkerSide:
         self._results: list[Result] = []
         self._received: set[str] = set()
         self._bad_blocks: set[int] = set()
+        self._failed: set[str] = set()
 
     def serve(self, open_worker: OpenWorker) -> None:
         """Name what makes this rank's worker: at the first orders if not before."""
@@ -81,6 +82,11 @@ class WorkerSide:
         """Return the blocks that loads have left without KV since the last time."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
+
+    def take_failed(self) -> set[str]:
+        """Return the requests of which nothing was loaded that counts, since the last time."""
+        failed, self._failed = self._failed, set()
+        return failed
 
     def take_answers(self) -> Answers:
         """Return what the scheduler's side has to know."""
@@ -150,3 +156,5 @@ class WorkerSide:
             return
         self._received.add(end.request_id)
         self._bad_blocks.update(end.bad_blocks)
+        if end.failed:
+            self._failed.add(end.request_id)

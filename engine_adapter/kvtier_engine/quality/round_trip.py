@@ -49,6 +49,7 @@ class RoundTrip:
                 _WORKERS,
                 chunk=chunk,
                 groups=frozenset({0}),
+                end_token=chunks.stop * self._layout.chunk_tokens,
                 blocks=goal,
                 slots=self._slot,
                 sections=lambda shard: range(self._shapes[0].layouts[shard].sections),
