@@ -24,8 +24,8 @@ NAMESPACE = replace(
 class LossyDouble(VllmDouble):
     """One that does not mind that what it attends to is not quite what was computed."""
 
-    def _row(self, rank: int, request: DoubleRequest, position: int) -> torch.Tensor:
-        return self._expected(rank, request, position)
+    def _row(self, rank: int, request: DoubleRequest, group: int, position: int) -> torch.Tensor:
+        return self._expected(rank, request, group, position)
 
 
 def test_blocks_that_came_from_a_lossy_codec_are_not_stored_by_another_request(
