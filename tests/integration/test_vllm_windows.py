@@ -157,7 +157,7 @@ def test_a_rank_that_refuses_fails_the_load_and_gives_all_blocks_back(
 
 
 @pytest.mark.parametrize("windows", MODELS)
-@pytest.mark.parametrize(("hasty", "each"), [(False, 28), (False, 64), (True, 64)])
+@pytest.mark.parametrize(("hasty", "each"), [(False, 28), (False, 240), (True, 240)])
 def test_random_traffic_answers_as_it_would_without_a_cache(
     hasty: bool,
     each: int,
@@ -168,8 +168,8 @@ def test_random_traffic_answers_as_it_would_without_a_cache(
 ) -> None:
     """Requests that share prefixes, are aborted and preempted; the double looks at every token.
 
-    In pools so small blocks that were given back are soon written to; in the smaller ones, of two
-    and a half requests, little can be kept.
+    In pools so small blocks that were given back are soon written to; in those of two and a half
+    requests little can be kept, so little is stored.
     """
     count = each * len(windows)
     duties = Duties(4, 4, 0.5, ranks=2, step_tokens=8, windows=windows)
@@ -190,7 +190,8 @@ def test_random_traffic_answers_as_it_would_without_a_cache(
                 double.finish(request)
     double.run()
     assert len(double.done) == 60
-    assert each < 64 or sum(request.loaded for request in double.done) > 0
+    # How much is loaded is for what is quicker here; that something is stored is not.
+    assert each < 240 or double.side.stats().tiers[0].chunks > 0
     assert sorted(double.pool.free) == list(range(1, count))
 
 
