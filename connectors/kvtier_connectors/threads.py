@@ -124,8 +124,8 @@ class Threads:
 
     async def gather(
         self, shares: Sequence[Awaitable[_T]], halt: Halt, limit_s: float = math.inf
-    ) -> list[_T]:
-        """Return what the shares return; they run in ``executor`` and raise nothing.
+    ) -> list[_T | ConnectorUnavailableError]:
+        """Return what the shares return, which run in ``executor``, or that it had no thread.
 
         When we are cancelled, and when ``limit_s`` are over, ``halt`` is set, and we return once
         every share has ended.
@@ -146,7 +146,7 @@ class Threads:
         self._shares -= len(futures)
         if cancelled:
             raise asyncio.CancelledError
-        return [future.result() for future in futures]
+        return [_come(future) for future in futures]
 
     async def each(
         self,
@@ -173,31 +173,15 @@ class Threads:
                 return await self._alone(partial(_do_share, function, jobs, halt), halt, limit_s)
             except ConnectorUnavailableError as error:  # No thread for it.
                 return [without_frames(error) for _ in jobs]
-        run = partial((hop or _hop)(_do_share), function)
-        shares = [self._share(run, jobs[n::count], halt) for n in range(count)]
+        run = (hop or _hop)(_do_share)
+        shares = [run(function, jobs[n::count], halt, executor=self.executor) for n in range(count)]
         outcomes: list[_T | ConnectorError] = [ConnectorUnavailableError() for _ in jobs]
         for start, share in enumerate(await self.gather(shares, halt, limit_s)):
-            outcomes[start::count] = share
+            if isinstance(share, ConnectorUnavailableError):
+                outcomes[start::count] = [share for _ in jobs[start::count]]
+            else:
+                outcomes[start::count] = share
         return outcomes
-
-    async def _share(
-        self,
-        run: Callable[..., Awaitable[list[_T | ConnectorError]]],
-        jobs: Sequence[_Job],
-        halt: Halt,
-    ) -> list[_T | ConnectorError]:
-        """Have a thread do the jobs; where there is none that is what comes of each."""
-        try:
-            share = asyncio.ensure_future(run(jobs, halt, executor=self.executor))
-            while not share.done():
-                try:
-                    await asyncio.wait((share,))
-                # The loop is to end, which cancels us as all tasks, but not our thread.
-                except asyncio.CancelledError:
-                    halt.set()
-            return share.result()
-        except ConnectorUnavailableError as error:
-            return [without_frames(error) for _ in jobs]
 
     async def _alone(self, share: Callable[[], _T], halt: Halt, limit_s: float) -> _T:
         """As ``gather`` for one share, in fewer turns of the loop."""
@@ -253,10 +237,25 @@ def _end(ended: asyncio.Future[None]) -> None:
 
 
 def _hop(function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
+    """No task, as others make: a loop that ends cancels those, and no thread by that."""
+
     def run(*arguments: Any, executor: Executor) -> Awaitable[Any]:
-        return asyncio.get_running_loop().run_in_executor(executor, function, *arguments)
+        loop = asyncio.get_running_loop()
+        try:
+            return loop.run_in_executor(executor, function, *arguments)
+        except ConnectorUnavailableError as error:
+            refused = loop.create_future()
+            refused.set_exception(error)
+            return refused
 
     return run
+
+
+def _come(share: asyncio.Future[_T]) -> _T | ConnectorUnavailableError:
+    try:
+        return share.result()
+    except ConnectorUnavailableError as error:
+        return without_frames(error)
 
 
 def _do_share(
