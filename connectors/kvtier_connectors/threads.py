@@ -146,7 +146,13 @@ class Threads:
         self._shares -= len(futures)
         if cancelled:
             raise asyncio.CancelledError
-        return [_come(future) for future in futures]
+        outcomes: list[_T | ConnectorUnavailableError] = []
+        for future in futures:
+            try:
+                outcomes.append(future.result())
+            except ConnectorUnavailableError as error:
+                outcomes.append(without_frames(error))
+        return outcomes
 
     async def each(
         self,
@@ -249,13 +255,6 @@ def _hop(function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
             return refused
 
     return run
-
-
-def _come(share: asyncio.Future[_T]) -> _T | ConnectorUnavailableError:
-    try:
-        return share.result()
-    except ConnectorUnavailableError as error:
-        return without_frames(error)
 
 
 def _do_share(
