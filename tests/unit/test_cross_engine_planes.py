@@ -24,7 +24,7 @@ from kvtier.types import (
     Slot,
 )
 from kvtier_adapters.vllm.cpu_blocks import CPU_BACKEND
-from kvtier_adapters.vllm.geometry import Geometry
+from kvtier_adapters.vllm.geometry import Geometry, LayerGroup
 from kvtier_adapters.vllm.pool import VllmPool, open_pool
 from kvtier_engine.kv_pool import KVPool
 
@@ -38,8 +38,7 @@ def vllm_pool(block_tokens: int, *, transposed: bool = False, rows_first: bool =
     """vLLM's pool: of a GPU, heads or tokens outside, or of a CPU."""
     blocks = 2 * CHUNK // block_tokens
     geometry = Geometry(
-        layer_names=NAMES,
-        layers=tuple(range(LAYERS)),
+        groups=(LayerGroup(NAMES, tuple(range(LAYERS))),),
         kv_heads=HEADS,
         rank_heads=HEADS,
         head_dim=DIM,
