@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from kvtier.cache.below.below import Below
 from kvtier.cache.match import Ready
 from kvtier.cache.pieces import Piece, cut_pieces, layers_arrived, missed, sections_below
-from kvtier.cache.planner import load_moves, needed_groups
+from kvtier.cache.planner import first_needed, load_moves
 from kvtier.cache.plans import OpenPlans
 from kvtier.cache.sequence import Sequence
 from kvtier.cache.shapes import Shapes
@@ -383,14 +383,17 @@ class Load:
     def _windows_hold(self) -> bool:
         """Tell whether what was brought is a usable prefix.
 
-        A load brings the windows of its end. Where it ended early, other chunks would be in the
-        windows, whose KV was not asked for: then nothing counts. An even shorter prefix only
-        needs windows from further before.
+        A load fills the windows of its end. Where it ended early, they begin earlier, at tokens
+        that were not asked for: then nothing counts, unless those were there, or in a block that is.
         """
         brought = self._pieces[: self._failed_at]
+        if not brought:
+            return True
+        start, size = self._blocks.start_token, self._blocks.block_tokens
+        ends = self._end_token(brought[-1]), self._end_token(self._pieces[-1])
         return all(
-            needed_groups(self._layout, piece.chunk, self._end_token(brought[-1])) <= piece.groups
-            for piece in brought
+            len({max(start, first_needed(group, end, size)) for end in ends}) == 1
+            for group in self._layout.groups
         )
 
     def _end_token(self, piece: Piece) -> int:

@@ -56,10 +56,10 @@ def test_only_the_chunks_in_a_window_are_loaded_for_its_group(setup: CacheSetup)
     assert loading is not None
     moves = moves_of(engine, loading)
     engine.check(loading)
-    # Tokens 28 .. 39 are in the window: chunks 3 and 4.
+    # Tokens 28 .. 39 are in the window: a part of chunk 3, and chunk 4.
     ids = loading.blocks.block_ids
     assert {b for m in moves if m.shard.group == 0 for b in m.block_ids} == set(ids[0])
-    assert {b for m in moves if m.shard.group == 1 for b in m.block_ids} == set(ids[1][6:])
+    assert {b for m in moves if m.shard.group == 1 for b in m.block_ids} == set(ids[1][7:])
 
 
 @pytest.mark.parametrize("tokens", [range(24), range(8, 20), range(4, 36)], ids=str)
@@ -99,7 +99,11 @@ def test_a_windowed_load_that_ends_early_counts_nothing(setup: CacheSetup) -> No
     assert again.end_token == 16
 
 
-def test_a_window_that_reaches_the_start_counts_what_came(setup: CacheSetup) -> None:
+@pytest.mark.parametrize(("asked", "end"), [(12, 8), (16, 0)])
+def test_a_window_that_reaches_the_start_counts_what_came(
+    setup: CacheSetup, asked: int, end: int
+) -> None:
+    """Of 12 tokens all are in the window, as of 8; of 16 the first four are not, and not filled."""
     engine = setup.open(WINDOWED)
     sequence = engine.sequence(range(2 * CHUNK))
     engine.store(sequence)
@@ -110,8 +114,10 @@ def test_a_window_that_reaches_the_start_counts_what_came(setup: CacheSetup) -> 
     for path in setup.shard_files():
         if path.name.startswith(sequence.chunk_keys[1].hex()):
             path.unlink()
-    outcome = engine.load(match).outcome
-    assert (outcome.end_token, outcome.tokens_by_tier) == (8, {Tier.DISK: 8})
+    loading = engine.load(match, range(asked))
+    engine.check(loading)
+    outcome = loading.outcome
+    assert (outcome.end_token, outcome.tokens_by_tier) == (end, {Tier.DISK: end} if end else {})
 
 
 def shard_paths(setup: CacheSetup, key: ChunkKey, group: int) -> list[Path]:
