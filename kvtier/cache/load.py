@@ -384,7 +384,7 @@ class Load:
         """Tell whether what was brought is a usable prefix.
 
         A load fills the windows of its end. Where it ended early, they begin earlier, at tokens
-        that were not asked for: then nothing counts, unless those were there, or in a block that is.
+        nobody asked for: then nothing counts, unless those were there, or in a block that is.
         """
         brought = self._pieces[: self._failed_at]
         if not brought:
