@@ -31,7 +31,9 @@ class LossyDouble(VllmDouble):
 def test_blocks_that_came_from_a_lossy_codec_are_not_stored_by_another_request(
     rng: random.Random,
 ) -> None:
-    cache = Cache(CacheConfig(dram_bytes=MIB, slab_bytes=MIB // 8, codec="fp8"))
+    # Loaded however slow this machine is.
+    config = CacheConfig(dram_bytes=MIB, slab_bytes=MIB // 8, codec="fp8")
+    cache = Cache(replace(config, gpu_time_worth=1e6, load_deadline_s=60.0))
     double = LossyDouble(cache, NAMESPACE)
     prompt = [rng.randrange(1000) for _ in range(40)]
     double.add(DoubleRequest("first", prompt))
