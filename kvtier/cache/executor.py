@@ -280,6 +280,7 @@ def done_boundary(callback: Callable[[], object]) -> bool:
     """
     try:
         callback()
+    # Whatever it is: the others wait for their answers.
     except Exception:
         _log.exception("a callback failed")
         return False

@@ -197,7 +197,7 @@ class Desk:
         try:
             with self._lock:
                 self._answer(orders, outcomes)
-        except Exception:
+        except Exception:  # The thread goes on: later orders are copied by it, too.
             _log.exception("what was copied could not be told")
         self._tell()
 

@@ -7,10 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 import kvtier.registry
-from kvtier.interfaces import Connector, Listable
+from kvtier.interfaces import Listable
 from kvtier.testing.connector_contract import (
-    ConnectorContract,
-    ListableContract,
     get,
     get_whole,
     payload_of,
@@ -26,6 +24,7 @@ from kvtier_connectors.redis.objects import (
     object_name,
 )
 from tests.lib.opened import Opened
+from tests.lib.redis_contract import OverAUnixSocket, OverTcp
 from tests.lib.redis_servers import RedisServer, redis_server
 
 SIZES = [
@@ -52,22 +51,12 @@ def _empty(server: RedisServer) -> None:
         client.flushall()
 
 
-class TestRedisConnector(ConnectorContract, ListableContract):
-    @pytest.fixture(autouse=True)
-    def _url(self, server: RedisServer) -> None:
-        self.url = server.url
-
-    def make_connector(self) -> Connector:
-        return kvtier.registry.connect(self.url)
+class TestRedisConnector(OverTcp):
+    """See ``OverTcp``."""
 
 
-class TestRedisConnectorOverAUnixSocket(ConnectorContract, ListableContract):
-    @pytest.fixture(autouse=True)
-    def _url(self, server: RedisServer) -> None:
-        self.url = f"redis+unix://{server.socket_path}?connections=1&ttl_s=100&prefix=a:*"
-
-    def make_connector(self) -> Connector:
-        return kvtier.registry.connect(self.url)
+class TestRedisConnectorOverAUnixSocket(OverAUnixSocket):
+    """See ``OverAUnixSocket``."""
 
 
 @pytest.mark.parametrize("nbytes", SIZES)

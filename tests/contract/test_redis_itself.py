@@ -10,10 +10,7 @@ import pytest
 
 import kvtier.registry
 from kvtier.errors import ConnectorRefusedError, ConnectorUnavailableError
-from kvtier.interfaces import Connector
 from kvtier.testing.connector_contract import (
-    ConnectorContract,
-    ListableContract,
     get,
     get_whole,
     payload_of,
@@ -22,6 +19,7 @@ from kvtier.testing.connector_contract import (
 from kvtier.types import ReadRequest, WriteItem
 from kvtier_connectors.redis.objects import INLINE_BYTES_MAX, PART_BYTES
 from tests.lib.opened import Opened
+from tests.lib.redis_contract import OverAUnixSocket, OverTcp
 from tests.lib.redis_servers import VARIABLE, RedisServer, redis_server
 
 PROGRAM = os.environ.get(VARIABLE) or shutil.which("redis-server")
@@ -45,22 +43,12 @@ def _empty(server: RedisServer) -> None:
         client.flushall()
 
 
-class TestRedisItself(ConnectorContract, ListableContract):
-    @pytest.fixture(autouse=True)
-    def _url(self, server: RedisServer) -> None:
-        self.url = server.url
-
-    def make_connector(self) -> Connector:
-        return kvtier.registry.connect(self.url)
+class TestRedisItself(OverTcp):
+    """See ``OverTcp``."""
 
 
-class TestRedisItselfOverAUnixSocket(ConnectorContract, ListableContract):
-    @pytest.fixture(autouse=True)
-    def _url(self, server: RedisServer) -> None:
-        self.url = f"redis+unix://{server.socket_path}?connections=1&ttl_s=100"
-
-    def make_connector(self) -> Connector:
-        return kvtier.registry.connect(self.url)
+class TestRedisItselfOverAUnixSocket(OverAUnixSocket):
+    """See ``OverAUnixSocket``."""
 
 
 def test_it_is_no_valkey(server: RedisServer) -> None:

@@ -203,7 +203,10 @@ async def test_settings_are_read_anew_under_load_and_withdrawn_tokens_end(files:
 WRONG = {
     "dram = '1GiB'": "",
     "listen = '127.0.0.1:1'": "",
-    "disk = '/kv'": "durability: cannot change while the server runs",
+    "disk = '/kv'": (
+        "disk, disk_bytes, disk_admission, disk_write_bytes_per_day, durability: "
+        "cannot change while the server runs"
+    ),
     "policy = 'arc'": "policy: cannot change while the server runs",
     "insecure = true": "insecure: cannot change while the server runs",
     "polcy = 'arc'": "has no 'polcy' (did you mean 'policy'?)",

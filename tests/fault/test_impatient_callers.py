@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.cache.cache import Cache
 from kvtier.constants import BREAKER_FAILURES_MAX, READ_FAILURES_MAX, SLOW_S_MIN
 from kvtier.testing.clock import FakeClock
 from kvtier.testing.engine_double import wait_until
@@ -41,13 +42,8 @@ def lab(tmp_path: Path) -> Iterator[RemoteLab]:
         yield lab
 
 
-@PATIENCE
-@pytest.mark.parametrize("ends_after_s", [0.0, 2 * SLOW_S_MIN])
-def test_a_directory_is_left_alone_only_by_those_who_gave_it_time(
-    setup: KeyedSetup, patience_s: float, state: str, ends_after_s: float
-) -> None:
-    """Once its reads have ended, how long those took in all is what counts."""
-    clock = FakeClock()
+def given_up(setup: KeyedSetup, clock: FakeClock, patience_s: float) -> tuple[Cache, FileGate]:
+    """Read all from a directory that hangs, and wait no longer than that; return what holds it."""
     sizes = {b"%d" % number: NBYTES for number in range(CHUNKS)}
     setup.on_disk(sizes)
     setup.close(setup.faces[0][0])
@@ -55,11 +51,23 @@ def test_a_directory_is_left_alone_only_by_those_who_gave_it_time(
     gate = FileGate(operations=(FileOperation.READ,), path=".kvs")
     setup.files.inject(gate)
     into = [bytearray(NBYTES) for _ in sizes]
-    transfer = keyed.get(list(sizes), into, deadline=clock.now() + max(patience_s, BEGUN_S))
+    deadline = clock.now() + max(patience_s, BEGUN_S)
+    transfer = keyed.get(list(sizes), into, deadline=deadline)
     gate.wait_for_arrivals(CHUNKS)
     clock.advance(patience_s)
     assert finished(transfer) == [MissReason.DEADLINE] * CHUNKS
     wait_until(lambda: cache.stats().late_jobs == CHUNKS, "not all are late")
+    return cache, gate
+
+
+@PATIENCE
+@pytest.mark.parametrize("ends_after_s", [0.0, 2 * SLOW_S_MIN])
+def test_a_directory_is_left_alone_only_by_those_who_gave_it_time(
+    setup: KeyedSetup, patience_s: float, state: str, ends_after_s: float
+) -> None:
+    """Once its reads have ended, how long those took in all is what counts."""
+    clock = FakeClock()
+    cache, gate = given_up(setup, clock, patience_s)
     assert tier_stats(cache, Tier.DISK).state == state
     clock.advance(ends_after_s)
     gate.open()
@@ -72,18 +80,7 @@ def test_a_directory_that_hangs_for_ever_is_left_alone_though_nobody_gave_it_tim
 ) -> None:
     """Or each of those who have no time would give it all they have, again and again."""
     clock = FakeClock()
-    sizes = {b"%d" % number: NBYTES for number in range(CHUNKS)}
-    setup.on_disk(sizes)
-    setup.close(setup.faces[0][0])
-    keyed, cache = setup.open(clock=clock)
-    gate = FileGate(operations=(FileOperation.READ,), path=".kvs")
-    setup.files.inject(gate)
-    into = [bytearray(NBYTES) for _ in sizes]
-    transfer = keyed.get(list(sizes), into, deadline=clock.now() + BEGUN_S)
-    gate.wait_for_arrivals(CHUNKS)
-    clock.advance(IMPATIENT_S)
-    assert finished(transfer) == [MissReason.DEADLINE] * CHUNKS
-    wait_until(lambda: cache.stats().late_jobs == CHUNKS, "not all are late")
+    cache, gate = given_up(setup, clock, IMPATIENT_S)
     clock.advance(2 * SLOW_S_MIN)
     wait_until(lambda: tier_stats(cache, Tier.DISK).state == "slow", "it is waited for again")
     gate.open()

@@ -13,8 +13,10 @@ from kvtier.config import CacheConfig
 from kvtier.constants import MIB
 from kvtier.testing.engine_double import wait_until
 from kvtier.types import Fidelity, Namespace
+from kvtier_adapters.vllm.scheduler_side import Duties
 from tests.lib.vllm_double import VllmDouble, double_geometry
 from tests.lib.vllm_double_parts import DoubleRequest
+from tests.lib.vllm_traffic import tokens
 
 NAMESPACE = replace(
     Namespace("a double", double_geometry(1, 4, 64).layout(8)), fidelity=Fidelity.LOSSY
@@ -34,8 +36,8 @@ def test_blocks_that_came_from_a_lossy_codec_are_not_stored_by_another_request(
     # Loaded however slow this machine is.
     config = CacheConfig(dram_bytes=MIB, slab_bytes=MIB // 8, codec="fp8")
     cache = Cache(replace(config, gpu_time_worth=1e6, load_deadline_s=60.0))
-    double = LossyDouble(cache, NAMESPACE)
-    prompt = [rng.randrange(1000) for _ in range(40)]
+    double = LossyDouble(cache, NAMESPACE, duties=Duties(4, 4, load_deadline_s=60.0))
+    prompt = tokens(rng, 40)
     double.add(DoubleRequest("first", prompt))
     double.run()
     keys = cache.sequence(NAMESPACE)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvtier.cache.cache import Cache
 from kvtier.cache.sequence import Sequence
-from kvtier.config import CacheConfig, DiskConfig
+from kvtier.config import CacheConfig
 from kvtier.constants import MIB
 from kvtier.testing.engine_double import wait_until
-from kvtier.types import Blocks, MissReason, Namespace, Placement, Plan, Tier
+from kvtier.types import Blocks, MissReason, Namespace, Plan, Tier
 from kvtier_adapters.vllm.scheduler_side import Duties
 from tests.lib.disk_folder import shard_files
 from tests.lib.vllm_double import VllmDouble, double_geometry
 from tests.lib.vllm_double_parts import DoubleRequest
+from tests.lib.vllm_traffic import answer, doubles, random_traffic, tokens
 
 CHUNK_TOKENS = 8
 Opener = Callable[..., VllmDouble]
@@ -30,25 +30,8 @@ def namespace(ranks: int) -> Namespace:
 
 @pytest.fixture
 def opened() -> Iterator[Opener]:
-    """Open doubles, each on a cache of its own; all are closed at the end."""
-    closing: list[Callable[[], None]] = []
-
-    def open_double(disk: Path | None = None, ranks: int = 1, **more: Any) -> VllmDouble:
-        config = CacheConfig(
-            dram_bytes=MIB,
-            slab_bytes=MIB // 8,
-            disk=DiskConfig(str(disk), capacity_bytes=MIB) if disk else None,
-            workers=tuple(Placement(rank, rank, ranks) for rank in range(ranks)),
-            load_deadline_s=0.5,
-        )
-        cache = Cache(config)
-        double = VllmDouble(cache, namespace(ranks), ranks=ranks, **more)
-        closing[:0] = [double.close, cache.close]
-        return double
-
-    yield open_double
-    for close in closing:
-        close()
+    with doubles(CHUNK_TOKENS, block_count=64, disk_bytes=MIB) as open_double:
+        yield open_double
 
 
 class CrowdedCache(Cache):
@@ -61,17 +44,6 @@ class CrowdedCache(Cache):
         self.asked += 1
         sequence.refused = MissReason.CROWDED
         return None
-
-
-def tokens(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(1000) for _ in range(count)]
-
-
-def answer(double: VllmDouble, name: str, prompt: list[int], **more: Any) -> DoubleRequest:
-    request = double.add(DoubleRequest(name, prompt, **more))
-    double.run()
-    assert request in double.done
-    return request
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -297,20 +269,7 @@ def test_random_traffic_answers_as_it_would_without_a_cache(
 ) -> None:
     """Requests that share prefixes, are aborted and preempted; the double looks at every token."""
     double = opened(tmp_path / "disk", block_count=48, ranks=2, hasty=hasty)
-    prefixes = [tokens(rng, 32) for _ in range(3)]
-    for number in range(60):
-        prompt = rng.choice(prefixes)[: rng.randrange(8, 32)] + tokens(rng, rng.randrange(1, 12))
-        double.add(DoubleRequest(str(number), prompt, max_tokens=rng.randrange(1, 12)))
-        for _ in range(rng.randrange(4)):
-            double.step()
-        for request in list(double.requests.values()):
-            draw = rng.random()
-            if request.status == "running" and draw < 0.05:
-                double.preempt(request)
-            elif request.status in {"running", "loading", "waiting"} and draw > 0.97:
-                double.finish(request)
-    double.run()
-    assert len(double.done) == 60
+    random_traffic(double, rng)
     assert sum(request.loaded for request in double.done) > 0
     assert sorted(double.pool.free) == list(range(1, 48))
 

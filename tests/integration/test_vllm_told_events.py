@@ -15,6 +15,7 @@ from kvtier.types import Namespace, Tier
 from kvtier_adapters.vllm.events import BlocksCame, BlocksLeft
 from tests.lib.vllm_double import VllmDouble, double_geometry
 from tests.lib.vllm_double_parts import BLOCK_TOKENS, DoubleRequest
+from tests.lib.vllm_traffic import tokens
 
 CHUNK_TOKENS = 8
 NAMESPACE = Namespace("a double", double_geometry(1, BLOCK_TOKENS, 64).layout(CHUNK_TOKENS))
@@ -70,10 +71,6 @@ def answer(double: VllmDouble, name: str, prompt: list[int], salt: str = "") -> 
     double.run()
     assert request in double.done
     return request
-
-
-def tokens(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(1000) for _ in range(count)]
 
 
 def test_blocks_are_told_by_the_hashes_and_tokens_that_vllm_has(rng: random.Random) -> None:

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from kvtier.cache.cache import Cache
-from kvtier.config import CacheConfig, DiskConfig
 from kvtier.constants import MIB
-from kvtier.types import Namespace, Placement
 from kvtier_adapters.vllm.scheduler_side import Duties
 from tests.lib.disk_folder import shard_files
-from tests.lib.vllm_double import VllmDouble, double_geometry
+from tests.lib.vllm_double import VllmDouble
 from tests.lib.vllm_double_parts import DoubleRequest
+from tests.lib.vllm_traffic import answer, doubles, random_traffic, tokens
 
 CHUNK_TOKENS, BLOCKS = 8, 128
 #: Groups of one model; 0 attends to all. Windows that end within blocks, and at their ends.
@@ -26,42 +24,15 @@ Opener = Callable[..., VllmDouble]
 
 @pytest.fixture
 def opened() -> Iterator[Opener]:
-    """Open doubles, each on a cache of its own; all are closed at the end."""
-    closing: list[Callable[[], None]] = []
+    """Give what opens doubles of models with these windows."""
+    with doubles(CHUNK_TOKENS, BLOCKS, disk_bytes=4 * MIB) as open_double:
 
-    def open_double(
-        windows: tuple[int, ...], disk: Path | None = None, ranks: int = 1, **more: Any
-    ) -> VllmDouble:
-        config = CacheConfig(
-            dram_bytes=MIB,
-            slab_bytes=MIB // 8,
-            disk=DiskConfig(str(disk), capacity_bytes=4 * MIB) if disk else None,
-            workers=tuple(Placement(rank, rank, ranks) for rank in range(ranks)),
-            load_deadline_s=0.5,
-        )
-        cache = Cache(config)
-        geometry = double_geometry(ranks, 4, BLOCKS, windows=windows)
-        namespace = Namespace("a double", geometry.layout(CHUNK_TOKENS))
-        double = VllmDouble(
-            cache, namespace, ranks=ranks, windows=windows, **{"block_count": BLOCKS} | more
-        )
-        closing[:0] = [double.close, cache.close]
-        return double
+        def open_windows(
+            windows: tuple[int, ...], disk: Path | None = None, **more: Any
+        ) -> VllmDouble:
+            return open_double(disk, windows=windows, **more)
 
-    yield open_double
-    for close in closing:
-        close()
-
-
-def tokens(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(1000) for _ in range(count)]
-
-
-def answer(double: VllmDouble, name: str, prompt: list[int], **more: Any) -> DoubleRequest:
-    request = double.add(DoubleRequest(name, prompt, **more))
-    double.run()
-    assert request in double.done
-    return request
+        yield open_windows
 
 
 @pytest.mark.parametrize("windows", MODELS)
@@ -176,20 +147,7 @@ def test_random_traffic_answers_as_it_would_without_a_cache(
     double = opened(
         windows, tmp_path / "disk", block_count=count, ranks=2, hasty=hasty, duties=duties
     )
-    prefixes = [tokens(rng, 32) for _ in range(3)]
-    for number in range(60):
-        prompt = rng.choice(prefixes)[: rng.randrange(8, 32)] + tokens(rng, rng.randrange(1, 12))
-        double.add(DoubleRequest(str(number), prompt, max_tokens=rng.randrange(1, 12)))
-        for _ in range(rng.randrange(4)):
-            double.step()
-        for request in list(double.requests.values()):
-            draw = rng.random()
-            if request.status == "running" and draw < 0.05:
-                double.preempt(request)
-            elif request.status in {"running", "loading", "waiting"} and draw > 0.97:
-                double.finish(request)
-    double.run()
-    assert len(double.done) == 60
+    random_traffic(double, rng)
     # How much is loaded is for what is quicker here; that something is stored is not.
     assert each < 240 or double.side.stats().tiers[0].chunks > 0
     assert sorted(double.pool.free) == list(range(1, count))

@@ -310,21 +310,19 @@ def test_a_bug_in_what_is_submitted_is_an_outcome(
     assert "remote work failed" in caplog.text
 
 
+def channel_to(connect: Callable[[], Connector], name: str) -> Channel:
+    """Open one of a single connection, which tells nobody what is slow."""
+    clock, draws = SystemClock(), random.Random(1)
+    return Channel(connect, clock, draws, lambda: None, connections=1, deadline_s=1.0, name=name)
+
+
 def test_a_connector_that_cannot_be_opened_leaves_no_thread() -> None:
     def connect() -> Connector:
         raise ConfigError("no such option")
 
     before = threading.active_count()
     with pytest.raises(ConfigError, match="no such option"):
-        Channel(
-            connect,
-            SystemClock(),
-            random.Random(1),
-            lambda: None,
-            connections=1,
-            deadline_s=1.0,
-            name="test",
-        )
+        channel_to(connect, "test")
     assert threading.active_count() == before
 
 
@@ -355,15 +353,7 @@ class GivesUp(ToyRemote):
 
 
 def test_a_connector_that_cancels_its_own_end_is_closed_all_the_same() -> None:
-    channel = Channel(
-        GivesUp,
-        SystemClock(),
-        random.Random(1),
-        lambda: None,
-        connections=1,
-        deadline_s=1.0,
-        name="gives-up",
-    )
+    channel = channel_to(GivesUp, "gives-up")
     channel.close(5.0)
     assert not [each for each in threading.enumerate() if each.name.endswith("gives-up")]
 

@@ -14,6 +14,7 @@ from kvtier.errors import (
 )
 from kvtier.wire import Status
 from kvtier.wire_fields import WireError, WireVersionError
+from kvtier_connectors.threads import without_frames
 
 #: The outcome for a status that is neither ``OK`` nor ``ABSENT``.
 STATUSES: Final[dict[Status, type[ConnectorError]]] = {
@@ -51,10 +52,8 @@ def translated(error: Exception) -> ConnectorError:
             if isinstance(error, ssl.SSLError) and error.reason in _NO_TLS:
                 text = f"the server speaks no TLS: connect to kvtier:// ({text})"
             outcome = ERRORS[kind](text)
-            # Its frames hold the caller's buffers, and so do those of what it came from.
-            error.__cause__ = error.__context__ = None
-            outcome.__cause__ = error.with_traceback(None)
-            return outcome
+            outcome.__cause__ = error
+            return without_frames(outcome)
     raise AssertionError(f"no outcome for {type(error).__name__}") from error
 
 

@@ -296,7 +296,7 @@ class Channel:
         """Tell that a call is overdue. Whoever waits for its jobs waits on, whatever that does."""
         try:
             self._on_slow()
-        except Exception:
+        except Exception:  # The call is settled by who called us, whatever others make of it.
             _log.exception("nobody could be told that a remote is slow")
 
     def _settle(self, kind: _Kind, job: _Job, outcome: Any) -> None:
